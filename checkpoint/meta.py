@@ -236,8 +236,9 @@ class StepDocument:
 
     def generators_inline(self, path: str) -> dict[str, tuple[str, bytes]]:
         """Path of each random generator -> its kind, and its state; FormatError if they are damaged."""
+        said = typed(self.generators, dict[str, tuple[str, str]], path)
         try:
-            return {name: (kind, b64decode(state, validate=True)) for name, (kind, state) in self.generators.items()}
+            return {name: (kind, b64decode(state, validate=True)) for name, (kind, state) in said.items()}
         except ValueError as error:
             raise FormatError(f"{path} are damaged: {error}") from error
 

@@ -209,7 +209,7 @@ class StepRecorder:
             self._make_room()
         if step_regions:
             self.local_extras.reopen_loaders()
-        constructed = self.attributes.now(at_step.values)
+        as_constructed = self.attributes.now(at_step.values)
         if epoch_start and position is not None and self._box is not None:
             self.attributes.restore(at_start)
             self.rng.restore(epoch_start)
@@ -218,7 +218,7 @@ class StepRecorder:
             self.attributes.restore(at_step)
             self.rng.restore(step_regions)
         self._keep(step, position, self.ends_epoch(position))
-        self.attributes.put(constructed)  # what had not moved by the epoch's start is as the constructors left it
+        as_constructed()  # what had not moved by the epoch's start is as the constructors left it
 
     def put_back(self, streams: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> None:
         """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
@@ -317,8 +317,9 @@ class StepRecorder:
         self._see_what_moves(look=look, ends_epoch=ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
-        self.attributes.generators.end_step()
-        if look or self._ended_here <= attributes.LOOKS or ends_epoch:
+        self.attributes.end_step()
+        few = attributes.LOOKS if not self.attributes.is_slow else 0
+        if look or self._ended_here <= few or ends_epoch:
             self.attributes.look(beyond=look)
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
@@ -343,7 +344,7 @@ class StepRecorder:
         moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
             moved += self.source.look_again(self.watch.groups.take(), self._extras_now)
-        self.attributes.generators.follow()
+        self.attributes.follow()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
@@ -395,6 +396,7 @@ class StepRecorder:
                 if late:  # a rank that is killed between update and step end is not exact then
                     self.loop.moves_late(step_document.changed_before_the_end(late, self._step))
             self._attributes_then = b""
+            self.attributes.ended()
         if self.source is not None:
             self.source.committed(Snapshot(step, position, self.watch.groups_ended, self._extras_now))
 
@@ -411,7 +413,8 @@ class StepRecorder:
             extras = self.local_extras.again(self._local_now)[0]
             local = self._local(extras) if self.local_extras else b""
             self._tentative_local = extras, local
-            self._attributes_then = self.attributes.document(look=self._ended_here < attributes.LOOKS)
+            looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
+            self._attributes_then = self.attributes.document(look=looks)
             self.gradients.backward.under_way = True
             if self.gradients.looks_in_backward:
                 self.gradients.in_backward()

@@ -218,8 +218,9 @@ class TrainerSource:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
         states = {rank: self._local_state(rank, step) for rank in ranks}
         new = self._attributes.unseen()
+        first = self._attributes.moved_first(ended=self._snapshot is not None and self._snapshot.step == step)
         for rank, state in states.items():
-            missing = new or sorted(self._attributes.moved - names_in(state.meta.slot.get("attributes")))
+            missing = new or sorted(first - names_in(state.meta.slot.get("attributes")))
             if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):
                 why = f"{', '.join(missing[:3])} changed for the first time in step {step}, or after it: not saved"
                 states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
+import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -18,13 +19,28 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import xxhash
 
+from lastwords import clock
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
-from lastwords.optim_wrapper.state.object_walk import CODE, DATA_PTR, GONE, ID, VALUE_BYTES_MAX, Shadow, Walk, own_of
+from lastwords.optim_wrapper.state.object_walk import (
+    CODE,
+    CONTENT,
+    DATA_PTR,
+    GONE,
+    ID,
+    NAMED_TUPLE,
+    VALUE_BYTES_MAX,
+    Shadow,
+    Walk,
+    content_of,
+    fill,
+    is_attribute,
+    own_of,
+)
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over
@@ -38,6 +54,9 @@ _log = logging.getLogger(__name__)
 
 EACH_BYTES_MAX, BYTES_MAX = VALUE_BYTES_MAX, 256 << 10
 """Of one attribute, and of all: what goes into the document of a step."""
+
+SLOW_S = 0.05
+"""Where a look takes longer, only later ones are left."""
 
 LOOKS = 16
 """So many first steps are looked at, each of them; later ones now and then."""
@@ -105,7 +124,11 @@ class Attributes:
         self._walk = Walk({}, {})
         self._first: dict[_Name, Any] = {}
         self._moved: dict[_Name, None] = {}
-        self._aside: set[_Name] = set()
+        self._way: dict[str, set[str]] = {}
+        self._at_ends: list[set[str]] = [set(), set()]
+        self._odd: set[str] = set()
+        self.is_slow = False
+        """A look takes so long that there are as few as may be."""
         self._left_out: set[str] = set()
 
     def know(self, loader: Any) -> None:
@@ -114,13 +137,10 @@ class Attributes:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What changes inside is no state: the loop sets it anyway, such as the epoch that a sampler is told."""
+        """What changes inside has not moved: the loop sets it anyway, such as the epoch that a sampler is told."""
         before = self._marks_of_loader()
         yield
-        self._aside |= {name for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
-        for name in self._aside:
-            self._moved.pop(name, None)
-            self._first.pop(name, None)
+        self._first |= {name: mark for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
 
     def _marks_of_loader(self) -> dict[_Name, Any]:
         found: dict[_Name, Any] = {}
@@ -134,6 +154,7 @@ class Attributes:
             self._walk = self._new_walk()
             self._first = self._marks(self._walk)
             self.generators.begin(self._walk)
+            self._plan()
             if self._walk.ended_at:
                 _log.info("attributes behind %s are not looked at: there are too many objects", self._walk.ended_at)
 
@@ -144,6 +165,7 @@ class Attributes:
 
     def look(self, *, beyond: bool = False) -> None:
         """See what has moved. beyond: search for random generators wherever the user's code may have them, too."""
+        began_s = clock.mono_s()
         with self._guarded():
             self._walk = self._new_walk()
             self.generators.look(self._walk, beyond=beyond)
@@ -152,6 +174,37 @@ class Attributes:
                 said = {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
                 moved = [name for name in moved if not self._is_spoken(name, said)]
             self._moved |= dict.fromkeys(moved)
+            self._plan()
+        took_s = clock.mono_s() - began_s
+        if took_s > SLOW_S and not self.is_slow:
+            self.is_slow = True
+            _log.info("a look at the attributes of model, optimizers and loader takes %.0f ms", took_s * 1e3)
+
+    def _plan(self) -> None:
+        """How to come to what is in each document."""
+        self._way = self._walk.way_to([*self._moved, *self.generators.cells()])
+        for path in self._walk.odd.keys() - self._odd:
+            self._odd.add(path)
+            why = f"the attributes of {path} cannot be looked at: {self._walk.odd[path]}"
+            self.ledger.tell(why)
+
+    def end_step(self) -> None:
+        """Before the document of a step's end: follow the generators to where they lie now."""
+        with self._guarded():
+            self.generators.end_step(self._walk.part(self._way))
+
+    def follow(self) -> None:
+        """The same after the end of a step."""
+        with self._guarded():
+            self.generators.follow(self._walk.part(self._way))
+
+    def ended(self) -> None:
+        """The document of a step's end has been taken."""
+        self._at_ends = [self._at_ends[1], self.moved]
+
+    def moved_first(self, *, ended: bool) -> set[str]:
+        """Names of what has moved for the first time in the newest step. ended: it has ended here."""
+        return self.moved - self._at_ends[0 if ended else 1]
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -172,7 +225,8 @@ class Attributes:
         except Exception as error:  # of the same objects: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
         values = [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
-        return values + self.generators.unseen(walk)
+        odd = [f"what cannot be looked at ({walk.odd[path]})" for path in walk.odd.keys() - self._odd]
+        return values + odd + self.generators.unseen(walk)
 
     @property
     def moved(self) -> set[str]:
@@ -190,8 +244,12 @@ class Attributes:
             return b""
         said: dict[str, dict[str, Any]] = {}
         with self._guarded():
-            told = self._walk.again([name for name in self._moved if name[0] in self._walk.objects])
-            told = {name: value for name, value in told.items() if value is not CODE}
+            cells = self._walk.part(self._way).cells
+            told = {
+                name: cell.told
+                for name, cell in cells.items()
+                if cell.told is not CODE and (name in self._moved or name[0] not in self._walk.objects)
+            }
             self._moved |= dict.fromkeys(told)
             room = BYTES_MAX
             for (path, key), value in told.items():
@@ -219,15 +277,26 @@ class Attributes:
             self.ledger.tell(f"the attribute {name} changes, and is not saved: {why}")
         return None, 0
 
-    def now(self, names: SavedAttributes) -> SavedAttributes:
-        """What is in these attributes now, as far as there are such objects."""
+    def now(self, names: SavedAttributes) -> Callable[[], None]:
+        """What puts back what is in these attributes now, as far as there are such objects."""
         walk = self._new_walk()
         found: dict[str, dict[str, StoredValue]] = {}
+        others: list[tuple[Any, str, Any]] = []
         for path, key in ((path, key) for path, keys in names.items() for key in keys if path in walk.objects):
             cell = walk.cells.get((path, key))
-            packed, _ = _packed(GONE if cell is None else cell.told, f"{path}.{key}")
-            found.setdefault(path, {})[key] = typed({key: unpack(packed)}, dict[str, StoredValue], path)[key]
-        return found
+            try:
+                packed, _ = _packed(GONE if cell is None else cell.told, f"{path}.{key}")
+                found.setdefault(path, {})[key] = typed({key: unpack(packed)}, dict[str, StoredValue], path)[key]
+            except (UnstorableError, FormatError):  # too large, say: the object itself, which nothing is written into
+                own = own_of(walk.objects[path])
+                others.append((own, key, own.get(key)))
+
+        def put_back() -> None:
+            self.put(found)
+            for own, key, value in others:
+                own[key] = value
+
+        return put_back
 
     def restore(self, saved: Saved) -> list[str]:
         """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage."""
@@ -245,6 +314,7 @@ class Attributes:
         for (path, key), value in values.items():
             putting.put(path, key, value)
         self._moved |= dict.fromkeys(values)
+        self._plan()
         return putting.reasons
 
     # ------------------------------------------------------------------ inside
@@ -262,13 +332,14 @@ class Attributes:
 
     def _marks(self, walk: Walk) -> dict[_Name, Any]:
         cells = walk.cells.items()
-        return {name: _mark(cell.told) for name, cell in cells if name not in self._aside and cell.told is not CODE}
+        return {name: _mark(cell.told) for name, cell in cells if cell.told is not CODE}
 
     def _moved_in(self, walk: Walk) -> list[_Name]:
         now = self._marks(walk)
         moved = [name for name, mark in now.items() if self._first.get(name) != mark]
         # An object that is gone is missed by whatever held it.
-        return moved + [name for name in self._first if name not in walk.cells and name[0] in walk.objects]
+        there = walk.objects.keys() - walk.odd.keys()
+        return moved + [name for name in self._first if name not in walk.cells and name[0] in there]
 
 
 def of_job(
@@ -388,6 +459,7 @@ class _Putting:
         self._saved = saved
         self.reasons: list[str] = []
         self._missing = ""
+        self._there_already: set[int] = set()
 
     def put(self, path: str, key: str, value: Any) -> None:
         """Make this attribute what it was."""
@@ -396,22 +468,29 @@ class _Putting:
             self.reasons.append(f"the checkpoint has {path}.{key}, and there is no such object here")
             return
         own = own_of(holder)
+        if key != CONTENT and not is_attribute(holder, key):
+            raise FormatError(f"{path} has no attribute {key!r} that is saved: damaged or forged")
         if type(value) is Place and value == GONE:
             own.pop(key, None)
             return
         self._missing = ""
-        live = own.get(key)
+        live = content_of(holder) if key == CONTENT else own.get(key)
         whole = self._filled(live, value)
         if self._missing:
             self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
+        elif key == CONTENT:
+            fill(holder, whole)
         else:
-            own[key] = into(live, whole)
+            own[key] = into(live, whole, self._there_already)
+            self._walk.see(path, key)
 
     def _filled(self, live: Any, value: Any) -> Any:
         """`value` with what stands here for each `Place` in it; live: what lies here at the same place."""
         kind = type(value)
         if kind is Place:
             return self._there(live, value)
+        if kind is tuple and value and type(value[0]) is Place and value[0].kind == NAMED_TUPLE:
+            return self._named_tuple(live, value)
         if kind in (list, tuple, deque):
             old = [*live] if type(live) is kind and len(live) == len(value) else [None] * len(value)
             items = [self._filled(one, item) for one, item in zip(old, value, strict=True)]
@@ -421,7 +500,22 @@ class _Putting:
             pairs = {self._filled(None, at): self._filled(known.get(at), item) for at, item in value.items()}
             value.clear()
             value.update(pairs)
+            if kind is dict and type(live) is defaultdict:
+                return defaultdict(live.default_factory, value)
         return value
+
+    def _named_tuple(self, live: Any, value: Any) -> Any:
+        """Of the class that what lies here has, or that a module has under this name."""
+        name = value[0].path
+        module, _, called = name.rpartition(".")
+        kind = type(live) if name == f"{type(live).__module__}.{type(live).__qualname__}" else None
+        kind = kind or getattr(sys.modules.get(module), called, None)
+        if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_make")):
+            self._missing = f"a {name}"
+            return None
+        olds = live if type(live) is kind else [None] * len(value)
+        items = [self._filled(old, item) for old, item in zip(olds, value[1:], strict=False)]
+        return tuple.__new__(kind, items)
 
     def _there(self, live: Any, place: Place) -> Any:
         """What stands for this in this process."""
@@ -436,6 +530,7 @@ class _Putting:
                 f"{type(found).__module__}.{type(found).__qualname__}",
                 type(found).__name__,
             ):
+                self._there_already.add(id(found))
                 return found
         elif place == self._walk.told(live, "", 0):
             return live

@@ -15,8 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import random
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,14 +23,14 @@ import torch
 
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.object_walk import GENERATORS, Beyond, Lying, Walk
-from lastwords.optim_wrapper.state.running import user_frames
+from lastwords.optim_wrapper.state.object_walk import Beyond, Walk
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, Stream, TorchStream
 
 BYTES_MAX = 1 << 20
 """Of all states together, in a step's document."""
 
 _SPAWNED = "n_children_spawned"
+_CHILDREN_MAX, _CHILDREN_AT_ONCE = 100_000_000, 1000
 
 SavedGenerators = Mapping[str, tuple[str, bytes]]
 """Path of a generator -> its kind, and its state."""
@@ -47,16 +46,11 @@ class _State(NamedTuple):
 class _Leaf:
     """One generator. ends: ends of steps at which it lay at its place. found_as: its state when it was found."""
 
-    def __init__(self, path: str, lying: Lying, state: _State, *, ends: int) -> None:
-        self.path, self.ends = path, ends
-        self.put_there(lying, state)
-        self.found_as = self.taken
-
-    def put_there(self, lying: Lying, state: _State) -> None:
-        """This one lies at its place now."""
-        self.lying, self.state, self.kind = lying, state, kind_of(lying.generator)
+    def __init__(self, generator: Any, state: _State, *, ends: int) -> None:
+        self.generator, self.state, self.kind, self.ends = generator, state, kind_of(generator), ends
         self.taken, self.text = b"", b""
         self.take()
+        self.found_as = self.taken
 
     def take(self) -> bytes:
         """The member of a document: JSON."""
@@ -80,12 +74,15 @@ class Generators:
         self._passing: dict[str, _Leaf | None] = {}
         """Places at which generators do not stay, with what was there at the newest look."""
         self._begun = False
+        self._walk = Walk({}, {})
+        self._beyond: Beyond | None = None
         self._missing: list[str] = []
         self._unsaved: list[str] = []
 
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
-        self._roots, self._leaves, self._passing = {}, {}, {}
+        self._roots, self._leaves, self._passing, self._beyond = {}, {}, {}, None
+        self._walk = Walk({}, {})
 
     @property
     def names(self) -> list[str]:
@@ -100,58 +97,73 @@ class Generators:
 
     def look(self, walk: Walk, *, beyond: bool = True) -> None:
         """Take what is new, and let go of what is nowhere any more. beyond: not only of what the walk has come to."""
+        self._walk = walk
         found = dict(walk.generators)
         if beyond:
-            found |= {path: one for path, one in Beyond(walk, self._roots).generators.items() if path not in found}
-            there = {id(one.generator) for one in found.values()}
-            self._leaves = {path: one for path, one in self._leaves.items() if id(one.lying.generator) in there}
-        known = {id(one.lying.generator) for one in self._leaves.values()}
-        for path, lying in found.items():
-            if id(lying.generator) not in known and path not in self._leaves:
-                self._meet(path, lying)
+            self._beyond = Beyond(walk, self._roots)
+            found |= {path: one for path, one in self._beyond.generators.items() if path not in found}
+            there = {*map(id, found.values())}
+            self._leaves = {path: one for path, one in self._leaves.items() if id(one.generator) in there}
+        known = {id(one.generator) for one in self._leaves.values()}
+        for path, generator in found.items():
+            if id(generator) not in known and path not in self._leaves:
+                self._meet(path, generator)
 
-    def _meet(self, path: str, lying: Lying) -> None:
-        state = state_of(lying.generator)
+    def cells(self) -> list[tuple[str, str]]:
+        """Where those lie that the walk has come to."""
+        return [self._walk.origin(path) for path in (*self._leaves, *self._passing) if path in self._walk.generators]
+
+    def _meet(self, path: str, generator: Any) -> None:
+        state = state_of(generator)
         if state is None:
-            what = f"the state of the random generator {path} ({kind_of(lying.generator)}) cannot be taken"
-            self.ledger.tell(what)
+            self.ledger.tell(f"the state of the random generator {path} ({kind_of(generator)}) cannot be taken")
             return
-        leaf = _Leaf(path, lying, state, ends=int(not self._begun))
+        leaf = _Leaf(generator, state, ends=int(not self._begun))
         if path in self._passing:
             self._passing[path] = leaf
         else:
             self._leaves[path] = leaf
 
-    def end_step(self) -> None:
-        """Follow the places to what lies there now."""
-        if self._leaves or self._passing:
-            frames = self.follow(ends=1)
-            for path, leaf in [*self._passing.items()]:
-                if leaf is not None:  # is what was found there at the newest look used in a later step after all?
-                    now = leaf.lying.now(frames)
-                    used = now is leaf.lying.generator or leaf.state.take() != leaf.found_as
-                    self._passing[path] = None
-                    if used and isinstance(now, GENERATORS):
-                        del self._passing[path]
-                        self._meet(path, leaf.lying._replace(generator=now))
+    def _lying(self, part: Walk) -> dict[str, Any]:
+        """What lies at the places now. part: of the walk, to `cells`."""
+        beyond = self._beyond
+        if beyond is None:
+            return part.generators
+        places = [path for path in (*self._leaves, *self._passing) if path not in self._walk.generators]
+        way = beyond.way_to(beyond.origin(path) for path in places if path in beyond.generators)
+        return {**beyond.part(way).generators, **part.generators} if way else part.generators
 
-    def follow(self, *, ends: int = 0) -> Collection[types.FrameType]:
-        """See what lies at the places now; ends: 1 at the end of a step, else 0."""
-        at_code = any(type(one.lying.holder) is types.CodeType for one in self._leaves.values())
-        frames = user_frames() if at_code or self._passing else ()
+    def end_step(self, part: Walk) -> None:
+        """Follow the places to what lies there now."""
+        if not self._leaves and not self._passing:
+            return
+        now = self._follow(part, ends=1)
+        for path, leaf in [*self._passing.items()]:
+            if leaf is not None:  # is what was found there at the newest look used in a later step after all?
+                used = now.get(path) is leaf.generator or leaf.state.take() != leaf.found_as
+                self._passing[path] = None
+                if used and path in now:
+                    del self._passing[path]
+                    self._meet(path, now[path])
+
+    def follow(self, part: Walk) -> None:
+        """See what lies at the places now, after the end of a step."""
+        self._follow(part, ends=0)
+
+    def _follow(self, part: Walk, *, ends: int) -> dict[str, Any]:
+        now = self._lying(part)
         for path, leaf in [*self._leaves.items()]:
-            now = leaf.lying.now(frames)
-            if now is leaf.lying.generator:
-                leaf.ends += ends
-            elif isinstance(now, GENERATORS):
-                del self._leaves[path]
-                if leaf.ends == 0 and leaf.state.take() == leaf.found_as:
-                    self._passing[path] = None
-                else:
-                    self._meet(path, leaf.lying._replace(generator=now))
-                    if path in self._leaves:
-                        self._leaves[path].ends = leaf.ends + 1
-        return frames
+            if path not in now or now[path] is leaf.generator:
+                leaf.ends += ends * (path in now)
+                continue
+            del self._leaves[path]
+            if leaf.ends == 0 and leaf.state.take() == leaf.found_as:
+                self._passing[path] = None
+            else:
+                self._meet(path, now[path])
+                if path in self._leaves:
+                    self._leaves[path].ends = leaf.ends + 1
+        return now
 
     def document(self) -> bytes:
         """The member of a step's document, with a comma first; empty if there are none."""
@@ -175,9 +187,13 @@ class Generators:
 
     def unseen(self, walk: Walk) -> list[str]:
         """Those that have come since the newest look."""
-        known = {id(one.lying.generator) for one in self._leaves.values()}
-        new = {path for path, one in walk.generators.items() if id(one.generator) not in known}
-        return [*new - self._leaves.keys() - self._passing.keys()]
+        leaves = self._leaves
+        known = {id(one.generator) for one in leaves.values()}
+        return [
+            path
+            for path, one in walk.generators.items()
+            if id(one) not in known and path not in self._passing and (path not in leaves or leaves[path].ends > 0)
+        ]
 
     # ------------------------------------------------------------------ resume
 
@@ -191,7 +207,7 @@ class Generators:
             elif leaf is not None:
                 try:
                     leaf.state.put(state)
-                except (MismatchError, RuntimeError, TypeError, ValueError) as error:
+                except (MismatchError, OverflowError, RuntimeError, TypeError, ValueError) as error:
                     reasons.append(f"the random generator {path} cannot be restored: {error}")
         self._missing = sorted(saved.keys() - self._leaves.keys())
         self._unsaved = sorted(self._leaves.keys() - saved.keys())
@@ -202,8 +218,8 @@ class Generators:
 
         What lay in a function that is not being run any more is out of reach, as it was in the saved run.
         """
-        frames = user_frames()
-        there = [path for path in self._unsaved if (leaf := self._leaves.get(path)) and leaf.lying.now(frames)]
+        now = self._lying(self._walk)
+        there = [path for path in self._unsaved if path in self._leaves and path in now]
         return [
             f"the random generator {path} is not in the checkpoint, and starts from its initial state" for path in there
         ]
@@ -285,8 +301,10 @@ def _spawn_up_to(seeds: Any, count: int) -> None:
     missing = count - getattr(seeds, _SPAWNED, count)
     if missing < 0:
         raise MismatchError(f"its seed sequence had spawned {count} children, and {count - missing} here")
-    if missing:
-        seeds.spawn(missing)
+    if missing > _CHILDREN_MAX:
+        raise MismatchError(f"its seed sequence had spawned {count} children, more than can be spawned again")
+    for done in range(0, missing, _CHILDREN_AT_ONCE):
+        seeds.spawn(min(_CHILDREN_AT_ONCE, missing - done))
 
 
 def _listed(value: Any) -> Any:

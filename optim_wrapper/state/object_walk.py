@@ -10,26 +10,35 @@ which goes further: into functions, classes, modules, and the local variables of
 
 from __future__ import annotations
 
+import argparse
 import enum
 import functools
 import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+import xxhash
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lastwords.checkpoint.storable import Place, refuse_unstorable
+from lastwords.checkpoint.storable import Place, is_factory, refuse_unstorable
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.state.running import called, is_of_the_user, locals_of, user_frames, user_modules
+from lastwords.optim_wrapper.state.running import (
+    called,
+    is_of_the_user,
+    locals_of,
+    named_modules,
+    user_frames,
+    user_modules,
+)
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
 from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
 from lastwords.sharding.dtensor import local_of
@@ -49,11 +58,12 @@ ID, DATA_PTR = "id", "data_ptr"
 
 _OURS = ("lastwords", "logging")
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
-_SAMPLES = 16
+_SAMPLES, _ELEMENTS = 16, 4096
 _DEPTH_MAX = 24
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES = frozenset({list, tuple, deque})
+_CONTENTS: tuple[Any, ...] = (list, deque, dict)
 _DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 GENERATORS = (
     torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
@@ -75,7 +85,10 @@ class Shadow:
         self.__dict__ = vars(of)
 
 
-_WALKED = (Shadow, torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset, SobolEngine)
+_WALKED = (
+    Shadow, torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset, SobolEngine, types.SimpleNamespace,
+    argparse.Namespace,
+)  # fmt: skip
 """Looked into whoever has made the class; of other classes only those of the user's own."""
 
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -86,13 +99,26 @@ _OF_ANY_OPTIMIZER = frozenset(
 )  # fmt: skip
 """Saved with the optimizer, or set by torch's own schedulers and scalers, which nobody else reads, or made again."""
 
+_NOTHING: Any = [0]
+_OF_ANY_LOADER = frozenset({*vars(DataLoader(_NOTHING)), "_iterator"})
+_PUBLIC_OF_LOADERS = frozenset(key for key in _OF_ANY_LOADER if not key.startswith("_"))
+
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 
 GONE = Place("", "gone")
 """There is no such attribute any more."""
 
 CODE = Place("", "code")
-"""A function, a method, a class, a random generator: no value, whatever is assigned."""
+"""A function, a method, a class, a random generator, a file, a lock: no value, whatever is assigned."""
+
+CONTENT = "[]"
+"""In an attribute's place: the items of an object whose class is made of a list, a deque or a dict."""
+
+NAMED_TUPLE = "named tuple"
+"""Kind of the `Place` that stands before the items of one: its path is the class's."""
+
+_CHILD = "."
+"""Begins what leads from a module to one in it; attributes do not."""
 
 
 class Cell(NamedTuple):
@@ -101,24 +127,6 @@ class Cell(NamedTuple):
     holder: Any
     key: str
     told: Any
-
-
-class Lying(NamedTuple):
-    """A random generator, and where it lies: `holder[key]`, in a cell of a closure, or a variable of running code."""
-
-    generator: Any
-    holder: Any
-    key: Any
-
-    def now(self, frames: Collection[types.FrameType] = ()) -> Any:
-        """What lies there now; None if nothing does."""
-        holder = self.holder
-        if type(holder) is types.CodeType:
-            holder = next((locals_of(frame) for frame in frames if frame.f_code is holder), {})
-        try:
-            return holder.cell_contents if type(holder) is types.CellType else holder[self.key]
-        except (LookupError, ValueError):
-            return None
 
 
 class Walk:
@@ -130,64 +138,115 @@ class Walk:
     _values = True
 
     def __init__(self, roots: Mapping[str, Any], saved: Mapping[str, torch.Tensor]) -> None:
-        self.cells: dict[tuple[str, str], Cell] = {}
-        self.objects: dict[str, Any] = {}
-        """By their paths."""
-        self.containers: dict[str, Any] = {}
-        self.generators: dict[str, Lying] = {}
-        """By their paths; each once."""
-        self.code: list[tuple[str, Any]] = []
-        """Functions, methods, classes that were met."""
-        self.ended_at = ""
-        """Where it ended, if that was before everything had been met."""
-        self._room, self._items = OBJECTS_MAX, 0
-        self._drawn: set[int] = set()
+        self._roots = dict(roots)
         self._saved = {id(tensor): name for name, tensor in saved.items()}
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
+        self._only: Mapping[str, Collection[str]] | None = None
+        self._known: Collection[str] = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.cells: dict[tuple[str, str], Cell] = {}
+        self.objects: dict[str, Any] = {}
+        """By their paths."""
+        self.containers: dict[str, Any] = {}
+        self.generators: dict[str, Any] = {}
+        """By their paths; each once."""
+        self.code: list[tuple[str, Any]] = []
+        """Functions, methods, classes that were met."""
+        self.odd: dict[str, str] = {}
+        """Objects that cannot be looked at, and why."""
+        self.ended_at = ""
+        """Where it ended, if that was before everything had been met."""
+        self._room, self._items = OBJECTS_MAX, 0
+        self._drawn: set[int] = set()
         self._paths: dict[int, str] = {}
         self._containers: dict[int, str] = {}
+        self._origin: dict[str, tuple[str, str]] = {}
+        self._at = "", ""
         self._queue: deque[tuple[str, Any]] = deque()
-        for name, root in roots.items():
+        self._go()
+
+    def _go(self) -> None:
+        for name, root in self._roots.items():
             if is_walked(root):
                 self._meet(name, root)
         self._go_on()
 
-    def again(self, cells: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-        """What is told of these cells now, and of those of objects that have come into them."""
-        self.containers, self._containers = {}, {}
-        before = self.cells.keys()
-        told = {(path, key): self._cell(path, key, self.objects[path]).told for path, key in cells}
-        count = len(before)
-        self._go_on()
-        return told | {place: self.cells[place].told for place in islice(self.cells, count, None)}
+    def part(self, way: Mapping[str, Collection[str]]) -> Self:
+        """The same walk as of now, as far as this `way_to` goes; objects that are new are looked at as a whole.
+
+        What lies at a path now may be another object than then.
+        """
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, _only=way, _known=self.objects)
+        new._begin()
+        return new
+
+    def way_to(self, cells: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+        """Path of an object -> which of its attributes lead to these cells, and to whatever is told of them."""
+        way: dict[str, set[str]] = {}
+        todo = [*cells]
+        while todo:
+            path, key = todo.pop()
+            if key in way.setdefault(path, set()):
+                continue
+            way[path].add(key)
+            cell = self.cells.get((path, key))
+            inside = [] if cell is None else _paths_in(cell.told)
+            todo += [self._origin[one] for one in (path, *inside) if one in self._origin]
+        return way
+
+    def see(self, path: str, key: str) -> None:
+        """This attribute of an object has another value now."""
+        self._cell(path, key, self.objects[path])
+
+    def origin(self, path: str) -> tuple[str, str]:
+        """The cell in which an object, a container or a generator was met."""
+        return self._origin.get(path, ("", ""))
 
     def _go_on(self) -> None:
         while self._queue:
             path, one = self._queue.popleft()
-            if isinstance(one, torch.nn.Module):
-                for name, child in [*one._modules.items()]:
-                    if child is not None:
-                        self._meet(f"{path}.{name}", child)
-            for key in attributes_of(one):
-                self._cell(path, key, one)
-            for key in [key for key in own_of(one) if key.endswith(_HOOKS)]:
-                self.told(own_of(one)[key], f"{path}.{key}", 0)
-            if self._values and isinstance(one, torch.nn.Module):
-                for key in ("_parameters", "_buffers"):  # of a module that nobody has registered
-                    if any(
-                        id(tensor) not in self._saved for tensor in [*own_of(one)[key].values()] if tensor is not None
-                    ):
-                        self._cell(path, key, one)
+            try:
+                self._look_into(path, one)
+            except Exception as error:  # of an object that nobody has foreseen: handed to the ledger
+                self.odd[path] = f"{error!r:.200}"
 
-    def _cell(self, path: str, key: str, one: Any) -> Cell:
-        own = own_of(one)
-        value = own.get(key, GONE)
-        cell = Cell(one, key, GONE if value is GONE else self.told(value, f"{path}.{key}", 0, own, key))
+    def _look_into(self, path: str, one: Any) -> None:
+        only = None if self._only is None or path not in self._known else self._only.get(path, ())
+        module = issubclass(type(one), torch.nn.Module)
+        if module:
+            for name, child in [*own_of(one).get("_modules", {}).items()]:
+                if child is not None and (only is None or _CHILD + name in only):
+                    self._at = path, _CHILD + name
+                    self._meet(f"{path}.{name}", child)
+        if only is None:
+            keys = attributes_of(one)
+        else:  # in the order of the whole walk: where two attributes hold one object, the first names it
+            keys = [key for key in own_of(one) if key in only]
+            keys += [key for key in only if key not in keys and key[0] != _CHILD]
+        for key in keys:
+            self._cell(path, key, one)
+        if only is not None:
+            return
+        for key in [key for key in own_of(one) if type(key) is str and key.endswith(_HOOKS)]:
+            self._at = path, key
+            self.told(own_of(one)[key], f"{path}.{key}", 0)
+        if self._values and module:
+            for key in ("_parameters", "_buffers"):  # of a module that nobody has registered
+                tensors = own_of(one).get(key, {}).values()
+                if any(id(tensor) not in self._saved for tensor in [*tensors] if tensor is not None):
+                    self._cell(path, key, one)
+
+    def _cell(self, path: str, key: str, one: Any) -> None:
+        self._at = path, key
+        value = content_of(one) if key == CONTENT else own_of(one).get(key, GONE)
+        cell = Cell(one, key, GONE if value is GONE else self.told(value, f"{path}.{key}", 0))
         if self._values:
             self.cells[path, key] = cell
-        return cell
 
     def _meet(self, path: str, one: Any) -> str:
         """The path of an object, which is this one if it is met for the first time."""
@@ -198,36 +257,44 @@ class Walk:
             self.ended_at = self.ended_at or path
             return ""
         self._paths[id(one)] = path
+        self._origin[path] = self._at
         self.objects[path] = one
         self._queue.append((path, one))
         return path
 
-    def told(self, value: Any, path: str, depth: int, holder: Any = None, key: Any = None) -> Any:
-        """What is told of a value that lies at `path`, which is `holder[key]`."""
+    def told(self, value: Any, path: str, depth: int) -> Any:
+        """What is told of a value that lies at `path`. It shares nothing that can change but tensors and arrays."""
         kind = type(value)
         if kind in _ATOMS:
             if kind is int:
                 return value if value < _ADDRESSES_FROM else self._address(value)
             large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
             return Place("", f"{kind.__name__} of {len(value)} characters") if large else value
-        if isinstance(value, torch.Tensor):
+        if issubclass(kind, torch.Tensor):
             return self._tensor(value)
         if kind in _SEQUENCES or kind in _DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
-        if isinstance(value, GENERATORS):
-            if holder is not None and id(value) not in self._drawn and not _is_a_librarys(value):
+        if issubclass(kind, GENERATORS):
+            if path and id(value) not in self._drawn and not _is_a_librarys(value):
                 self._drawn.add(id(value))
-                self.generators.setdefault(path, Lying(value, holder, key))
+                self.generators.setdefault(path, value)
+                self._origin.setdefault(path, self._at)
             return CODE
-        if isinstance(value, _NO_DATA):
+        if issubclass(kind, _NO_DATA):
             self._code(value, path, depth)
             return CODE
-        if isinstance(value, enum.Enum):
+        if issubclass(kind, enum.Enum):
             return Place("", f"{_kind(value)}.{own_of(value)['_name_']}")
-        if isinstance(value, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
-            return Place("", f"numpy.ndarray of {value.shape} at {value.__array_interface__['data'][0]}")
+        if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
+            return Place("", f"numpy.ndarray of {value.shape} {_sampled(value)}")
+        if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
+            fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
+            items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
+            return Place(_kind(value), NAMED_TUPLE), *items
         if is_walked(value):
             return Place(self._meet(path, value), _kind(value))
+        if _has(kind, "__next__", "fileno", "acquire"):
+            return CODE
         return value if _is_storable(value) else Place("", _kind(value))
 
     def _code(self, value: Any, path: str, depth: int) -> None:
@@ -255,45 +322,48 @@ class Walk:
     def _container(self, value: Any, kind: type[Any], path: str, depth: int) -> Any:
         if depth > _DEPTH_MAX:
             return Place("", "deeper")
-        if not value:
-            return value
         if kind is not tuple and kind is not frozenset:
             met = self._containers.setdefault(id(value), path)
             if met != path:
                 return Place(met, kind.__name__)
             self.containers[path] = value
-        self._items += len(value)
+            self._origin.setdefault(path, self._at)
+        if not value:
+            return value if kind is tuple or kind is frozenset else value.copy()
         if len(value) > ITEMS_MAX or self._items > ALL_ITEMS_MAX:
-            return Place("", f"{kind.__name__} of {len(value)}{self._samples(value, kind)}")
+            self.ended_at = self.ended_at or (path if self._items > ALL_ITEMS_MAX else "")
+            return Place("", f"{kind.__name__} of {len(value)} {_samples(value)}")
+        self._items += len(value)
         if kind in _DICTS:
             if not all(map(self._is_key, [*value])):
                 return Place("", f"{kind.__name__} of {len(value)} with objects for keys")
-            items = {
-                self.told(key, f"{path} key", depth + 1): self.told(item, f"{path}[{key!r}]", depth + 1, value, key)
+            pairs = [
+                (self.told(key, "", depth + 1), self.told(item, f"{path}[{self._label(key)}]", depth + 1))
                 for key, item in [*value.items()]
-            }
-            if all(item is value.get(key, self) for key, item in items.items()):
-                return value
-            return items if kind is not defaultdict else defaultdict(value.default_factory, items)
+            ]
+            if kind is defaultdict:
+                factory = value.default_factory
+                return defaultdict(factory, pairs) if is_factory(factory) else dict(pairs)
+            return kind(dict(pairs))
         if kind is set or kind is frozenset:
-            return value if all(type(item) in _ATOMS for item in value) else Place("", f"{kind.__name__} of objects")
-        told = [self.told(item, f"{path}[{at}]", depth + 1, value, at) for at, item in enumerate([*value])]
-        if all(map(_is, told, value)):
-            return value
+            items = [*value]
+            return (
+                kind(items) if all(type(item) in _ATOMS for item in items) else Place("", f"{kind.__name__} of objects")
+            )
+        told = [self.told(item, f"{path}[{at}]", depth + 1) for at, item in enumerate([*value])]
         return deque(told, value.maxlen) if kind is deque else kind(told)
+
+    def _label(self, key: Any) -> str:
+        if type(key) is tuple:
+            return f"({', '.join(map(self._label, key))})"
+        return self._saved[id(key)] if issubclass(type(key), torch.Tensor) else repr(key)
 
     def _is_key(self, key: Any) -> bool:
         """Whether it can be told by a value: an atom, a tuple of such, or a tensor that has a name."""
-        if isinstance(key, torch.Tensor):
+        kind = type(key)
+        if issubclass(kind, torch.Tensor):
             return id(key) in self._saved
-        return type(key) in _ATOMS or (type(key) is tuple and all(map(self._is_key, key)))
-
-    def _samples(self, value: Any, kind: type[Any]) -> str:
-        """Some atoms of a container with many items."""
-        if kind not in (list, tuple):
-            return ""
-        found = [value[at] for at in range(0, len(value), max(len(value) // _SAMPLES, 1))][:_SAMPLES]
-        return f" {[one if type(one) in _ATOMS else type(one).__name__ for one in found]!r}"
+        return kind in _ATOMS or issubclass(kind, np.generic) or (kind is tuple and all(map(self._is_key, key)))
 
 
 class Beyond(Walk):
@@ -306,23 +376,31 @@ class Beyond(Walk):
     _values = False
 
     def __init__(self, walk: Walk, roots: Mapping[str, Any]) -> None:
-        super().__init__({}, {})
+        self._walk = walk
+        super().__init__(roots, {})
+
+    def _go(self) -> None:
+        walk = self._walk
         self._paths, self._containers, self._drawn = {**walk._paths}, {**walk._containers}, {*walk._drawn}
         self._room += len(self._paths) + len(self._containers)
-        for name, root in roots.items():
-            self.told(root, name, 0, roots, name)
-        for path, met in walk.code:
-            self.told(met, path, 0)
+        self._names("", self._roots)
+        self._names("", dict(walk.code))
+        if self._only is None:
+            for one in walk.objects.values():
+                self._of_class(type(one))
         for frame in user_frames():
-            self._names(called(frame), frame.f_code, locals_of(frame))
-        for module, names in user_modules():
-            self._names(module, names, names)
+            if self._only is None or called(frame) in self._only:
+                self._names(called(frame), locals_of(frame))
+        for module, names in user_modules() if self._only is None else named_modules(self._only):
+            self._names(module, names)
         self._go_on()
 
-    def _names(self, place: str, holder: Any, names: Mapping[str, Any]) -> None:
-        for key, value in [*names.items()]:
-            if not key.startswith("__"):
-                self.told(value, f"{place}.{key}", 0, holder, key)
+    def _names(self, place: str, names: Mapping[str, Any]) -> None:
+        """place: "" for what has a path of its own."""
+        for key in [*names] if self._only is None else self._only.get(place, ()):
+            if key in names and not key.startswith("__"):
+                self._at = place, key
+                self.told(names[key], f"{place}.{key}" if place else key, 0)
 
     def _meet(self, path: str, one: Any) -> str:
         self._of_class(type(one))
@@ -336,7 +414,7 @@ class Beyond(Walk):
             self._of_class(value)
             return
         if isinstance(value, _BOUND) and not isinstance(value.__self__, types.ModuleType):
-            self.told(value.__self__, f"{path}.__self__", depth + 1, (value.__self__,), 0)
+            self.told(value.__self__, f"{path}.__self__", depth + 1)
         if isinstance(value, functools.partial):
             parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
         elif isinstance(value, property):
@@ -349,12 +427,12 @@ class Beyond(Walk):
             parts = {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__, **value.__dict__}
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 try:
-                    self.told(cell.cell_contents, f"{path}.{name}", depth + 1, cell)
+                    self.told(cell.cell_contents, f"{path}.{name}", depth + 1)
                 except ValueError:  # not filled yet
                     continue
         self._paths[id(value)] = path
         for name, part in parts.items():
-            self.told(part, f"{path}.{name}", depth + 1, parts, name)
+            self.told(part, f"{path}.{name}", depth + 1)
 
     def _of_class(self, kind: type[Any]) -> None:
         """Attributes of a class of the user's, and of its bases."""
@@ -362,14 +440,44 @@ class Beyond(Walk):
             if id(owner) in self._paths or not _is_of_the_user(owner):
                 continue
             self._paths[id(owner)] = ""
+            at = self._at
             for name, value in [*vars(owner).items()]:
                 if not name.startswith("__"):
-                    place = f"{owner.__module__}.{owner.__qualname__}.{name}"
-                    self.told(value, place, 0, vars(owner), name)
+                    self.told(value, f"{owner.__module__}.{owner.__qualname__}.{name}", 0)
+            self._at = at
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+def _paths_in(told: Any) -> Iterator[str]:
+    """Where what is told leads to."""
+    kind = type(told)
+    if kind is Place:
+        yield told.path
+    elif kind in _DICTS:
+        for pair in told.items():
+            yield from _paths_in(pair)
+    elif kind in _SEQUENCES:
+        for item in told:
+            yield from _paths_in(item)
+
+
+def _samples(value: Any) -> str:
+    """Some atoms of a container with many items: of a list from everywhere, else from where it begins and ends."""
+    kind = type(value)
+    if kind in (list, tuple):
+        found = [value[at] for at in range(0, len(value), max(len(value) // _SAMPLES, 1))][:_SAMPLES]
+    elif kind is deque:
+        found = [value[at] for at in (*range(_SAMPLES // 2), *range(-_SAMPLES // 2, 0))]
+    else:
+        found = [*islice(value.items() if kind in _DICTS else value, _SAMPLES)]
+    return repr([one if kind in _DICTS or type(one) in _ATOMS else type(one).__name__ for one in found])[:1000]
+
+
+def _sampled(array: np.ndarray[Any, Any]) -> str:
+    """A checksum of some elements of a large array."""
+    if array.dtype.hasobject:
+        return ""
+    some = array.flat[:: max(array.size // _ELEMENTS, 1)]
+    return xxhash.xxh3_64_hexdigest(some.tobytes())
 
 
 def _is_storable(value: Any) -> bool:
@@ -391,22 +499,78 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+class _Slots(MutableMapping[str, Any]):
+    """Attributes of an object that has slots and no `__dict__`."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        every = [item for owner in reversed(type(of).__mro__) if _is_of_the_user(owner) for item in vars(owner).items()]
+        self._members = {name: one for name, one in every if type(one) is types.MemberDescriptorType}
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self._members[key].__get__(self._of)
+        except AttributeError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._members[key].__set__(self._of, value)
+
+    def __delitem__(self, key: str) -> None:
+        self._members[key].__delete__(self._of)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._members if key in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]  # type: ignore[index]
+        except KeyError:
+            return False
+        return True
+
+
 def is_walked(value: Any) -> bool:
     """Whether the attributes of this object are looked at."""
     kind = type(value)
-    if isinstance(value, _NO_DATA) or type(own_of(value)) is not dict:
+    if issubclass(kind, _NO_DATA) or own_of(value) is None:
         return False
-    if isinstance(value, _WALKED):
-        return True
-    return not (hasattr(kind, "__next__") or hasattr(kind, "fileno")) and _is_of_the_user(kind)
+    return issubclass(kind, _WALKED) or (not _has(kind, "__next__", "fileno") and _is_of_the_user(kind))
 
 
 def own_of(value: Any) -> Any:
-    """Its `__dict__`, whatever its class does when it is asked; None if it has none."""
+    """Its `__dict__`, whatever its class does when it is asked, or what stands for it; None if it has none."""
     try:
-        return object.__getattribute__(value, "__dict__")
+        own = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return None
+        kind = type(value)
+        return (
+            _Slots(value) if _is_of_the_user(kind) and any("__slots__" in vars(one) for one in kind.__mro__) else None
+        )
+    return own if type(own) is dict else None
+
+
+def content_of(one: Any) -> Any:
+    """The items of an object that is a list, a deque or a dict as well, whatever its class does when it is asked."""
+    for kind in _CONTENTS:
+        if issubclass(type(one), kind):
+            return dict(dict.items(one)) if kind is dict else [*kind.__iter__(one)]
+    return GONE
+
+
+def fill(one: Any, content: Any) -> None:
+    """Make these the items of such an object."""
+    kind = next(kind for kind in _CONTENTS if issubclass(type(one), kind))
+    kind.clear(one)
+    (dict.update if kind is dict else kind.extend)(one, content)  # type: ignore[attr-defined]
+
+
+def _has(kind: type[Any], *names: str) -> bool:
+    """Whether a class has one of these, whatever its metaclass does when it is asked."""
+    return any(name in vars(owner) for owner in kind.__mro__ for name in names)
 
 
 def _is_of_the_user(kind: type[Any]) -> bool:
@@ -414,13 +578,26 @@ def _is_of_the_user(kind: type[Any]) -> bool:
     return home is None or is_of_the_user(vars(home))
 
 
+def is_attribute(one: Any, key: str) -> bool:
+    """Whether an attribute of this name would be looked at, if the object had it."""
+    probe = {"_parameters", "_buffers"} if issubclass(type(one), torch.nn.Module) else set()
+    return key in probe or key in _attributes(one, [key])
+
+
 def attributes_of(one: Any) -> list[str]:
     """Names of the attributes that are looked at."""
-    own = own_of(one)
-    if isinstance(one, torch.nn.Module):
-        machinery = isinstance(one, DistributedDataParallel) or type(one).__module__.startswith(_MACHINERY)
+    found = _attributes(one, own_of(one))
+    return [*found, CONTENT] if issubclass(type(one), _CONTENTS) else found
+
+
+def _attributes(one: Any, own: Iterable[str]) -> list[str]:
+    kind = type(one)
+    if issubclass(kind, torch.nn.Module):
+        machinery = issubclass(kind, DistributedDataParallel) or kind.__module__.startswith(_MACHINERY)
         return [] if machinery else [key for key in own if key not in _OF_ANY_MODULE]
-    if isinstance(one, Optimizer):
+    if issubclass(kind, Optimizer):
         return [key for key in own if key not in _OF_ANY_OPTIMIZER and not key.startswith("_optimizer_")]
-    private = "_" if isinstance(one, DataLoader | Shadow) else "__"
+    if issubclass(kind, DataLoader):
+        return [key for key in own if key in _PUBLIC_OF_LOADERS or key not in _OF_ANY_LOADER]
+    private = "_" if issubclass(kind, Shadow) else "__"
     return [key for key in own if type(key) is str and not key.startswith(private)]

@@ -8,7 +8,7 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _FRAMES_MAX = 32
@@ -32,6 +32,13 @@ def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, module in [*sys.modules.items()]:
         if isinstance(module, types.ModuleType) and is_of_the_user(names := vars(module)):
             yield name, names
+
+
+def named_modules(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of these names, those of modules, and their global names."""
+    for name in names:
+        if isinstance(module := sys.modules.get(name), types.ModuleType):
+            yield name, vars(module)
 
 
 def user_frames() -> list[types.FrameType]:

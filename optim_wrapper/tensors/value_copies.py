@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -119,20 +120,24 @@ def _text(value: Any) -> str:
     return json.dumps(pack(value))
 
 
-def overwrite_values(target: dict[Any, Any], value: dict[Any, Any], *, keep: bool = False) -> None:
+def overwrite_values(
+    target: dict[Any, Any], value: dict[Any, Any], *, keep: bool = False, whole: Container[int] = ()
+) -> None:
     """Make `target` equal to `value`, order included; tensors, generators and dicts in it stay the same objects.
 
-    keep: what is not in `value` was left out of it, and stays.
+    keep: what is not in `value` was left out of it, and stays. whole: see `into`.
     """
-    made = {key: into(target.get(key), item) for key, item in value.items()}
+    made = {key: into(target.get(key), item, whole) for key, item in value.items()}
     kept = {key: item for key, item in target.items() if keep and key not in made}
     target.clear()
     target.update(made | kept)
 
 
-def into(here: Any, item: Any) -> Any:
-    """`item`, as the object `here` if that can take it over."""
+def into(here: Any, item: Any, whole: Container[int] = ()) -> Any:
+    """`item`, as the object `here` if that can take it over. whole: ids of what is to stand there itself."""
     kind = type(item)
+    if id(item) in whole:
+        return item
     if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
         alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
         if alike and here.layout is torch.strided and here is not item:
@@ -147,17 +152,23 @@ def into(here: Any, item: Any) -> Any:
         return item
     elif kind in DICTS:
         if kind is not defaultdict or here.default_factory is item.default_factory:
-            overwrite_values(here, item)
+            overwrite_values(here, item, whole=whole)
             return here
     elif kind is list or (kind is deque and here.maxlen == item.maxlen):
         olds = [*here] if len(here) == len(item) else [None] * len(item)
-        items = [*map(into, olds, item)]
+        items = [into(old, one, whole) for old, one in zip(olds, item, strict=True)]
         here.clear()
         here.extend(items)
         return here
     elif kind is set:
         here.clear()
         here.update(item)
+        return here
+    elif kind is bytearray and len(here) == len(item):
+        here[:] = item
+        return here
+    elif kind is np.ndarray and (here.dtype, here.shape) == (item.dtype, item.shape) and here.flags.writeable:
+        here[...] = item
         return here
     return item
 

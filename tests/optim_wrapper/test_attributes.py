@@ -149,15 +149,18 @@ def test_what_is_set_aside_is_no_state() -> None:
     watch = Attributes({}, dict)
     watch.know(meter)
     watch.begin()
-    meter.total = 1.0
+    for epoch in range(3):
+        with watch.aside():
+            meter.total, meter.seen = float(epoch), []
+        watch.look()
+        assert watch.document() == b""
+        assert watch.unseen() == []
+    meter.seen.append(1)  # which the loop does, in this epoch and in the next
     watch.look()
     with watch.aside():
-        meter.total = 2.0
-    meter.seen.append(1)
-    watch.look()
+        meter.total, meter.seen = 9.0, [7]
     assert saved(watch)["loader"].keys() == {"seen"}
-    meter.total = 3.0
-    assert watch.unseen() == []
+    assert saved(watch)["loader"]["seen"][0] == {"plain": [7]}
 
 
 def test_a_function_that_is_assigned_is_no_state_and_objects_for_keys_are_left_where_they_are() -> None:
@@ -180,10 +183,10 @@ def test_what_is_there_now_can_be_put_back() -> None:
     watch.look()
     before, again = saved(watch), Net()
     new = watched(again)
-    constructed = new.now(before)
+    as_constructed = new.now(before)
     new.put(before)
     assert again.calls == 1
-    assert new.put(constructed) == []
+    as_constructed()
     assert (again.calls, again.rate, again.table, again.layer[1].p, hasattr(again, "come")) == (0, None, {}, 0.1, False)
 
 
@@ -243,10 +246,8 @@ def test_an_object_that_cannot_be_looked_at_costs_exactness_and_nothing_else(mon
     assert "ZeroDivisionError" in watch.unseen()[0]
     watch.look()
     watch.look()
-    assert watch.document() == b""
     assert watch.unseen() == []
-    (reason,) = told(watch)
-    assert "ZeroDivisionError" in reason
+    assert all("ZeroDivisionError" in reason for reason in told(watch))
 
 
 def test_classes_of_installed_packages_are_left_alone_but_for_those_of_torchs_kinds() -> None:

@@ -112,7 +112,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the stack and the modules, which are those of the tests."""
     monkeypatch.setattr(object_walk, "user_frames", list)
     monkeypatch.setattr(object_walk, "user_modules", lambda: ())
-    monkeypatch.setattr(generators, "user_frames", list)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def looked(walk: Walk) -> dict[str, Any]:
-    return {path: one.generator for path, one in {**walk.generators, **Beyond(walk, {}).generators}.items()}
+    return {**walk.generators, **Beyond(walk, {}).generators}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -132,8 +131,6 @@ def test_it_is_found_where_it_lies_and_found_there_again(place: str) -> None:
     walk = Walk({"it": Holder(hold(rng))}, {})
     path = path.replace("hooks[0]", f"hooks[{next(iter(hooked_keys(walk)), 0)}]")
     assert looked(walk) == {path: rng}
-    lying = {**walk.generators, **Beyond(walk, {}).generators}[path]
-    assert lying.now() is rng
 
 
 def hooked_keys(walk: Walk) -> list[int]:
@@ -164,8 +161,8 @@ def test_those_of_the_loader_of_classes_and_of_modules_are_found() -> None:
     assert walk.generators.keys() == {"loader.sampler.generator", "loader.generator"}
     found = Beyond(walk, {"extras['env']": Env(random.Random(1))}).generators
     assert found.keys() >= {f"{__name__}.Noisy.of_class", f"{__name__}.GLOBAL", "extras['env'].rng"}
-    assert found[f"{__name__}.GLOBAL"].now() is GLOBAL
-    assert found[f"{__name__}.Noisy.of_class"].now() is Noisy.of_class
+    assert found[f"{__name__}.GLOBAL"] is GLOBAL
+    assert found[f"{__name__}.Noisy.of_class"] is Noisy.of_class
     assert not any("torch." in path.partition("'")[0] for path in found)
 
 
@@ -180,16 +177,16 @@ def outer() -> tuple[dict[str, Any], list[Any], bool]:
 
     def inner() -> dict[str, Any]:
         own = torch.Generator()
-        found = Beyond(Walk({}, {}), {}).generators
-        return {path: (one, one.now(running.user_frames())) for path, one in found.items()} if own else {}
+        beyond = Beyond(Walk({}, {}), {})
+        found = beyond.generators
+        part = beyond.part(beyond.way_to([beyond.origin(path) for path in found])).generators
+        mine = [path for path in found if ".outer." in path]
+        return {path: (found[path], part[path]) for path in mine} if own else {}
 
     found = inner()
     gone = weakref.ref(batch)
     batch = None
-    same = [
-        found[f"{__name__}.outer.rng['mine']"][1] is rng["mine"],
-        *(one.generator is now for one, now in found.values()),
-    ]
+    same = [found[f"{__name__}.outer.rng['mine']"][1] is rng["mine"], *(one is now for one, now in found.values())]
     return found, same, gone() is None
 
 
@@ -317,7 +314,7 @@ class Job:
         self.document = self.watch.document()
 
     def end(self, *, look: bool = False) -> None:
-        self.watch.generators.end_step()
+        self.watch.end_step()
         if look:
             self.watch.look(beyond=True)
         self.document = self.watch.document()
