@@ -217,8 +217,9 @@ class TrainerSource:
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
         states = {rank: self._local_state(rank, step) for rank in ranks}
-        new = self._attributes.unseen()
-        first = self._attributes.moved_first(ended=self._snapshot is not None and self._snapshot.step == step)
+        ended = self._snapshot is not None and self._snapshot.step == step
+        new = [*self._attributes.unseen(), *(sorted(self._attributes.moved_since()) if ended else ())]
+        first = self._attributes.moved_first(ended=ended)
         for rank, state in states.items():
             missing = new or sorted(first - names_in(state.meta.slot.get("attributes")))
             if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):

@@ -56,7 +56,9 @@ EACH_BYTES_MAX, BYTES_MAX = VALUE_BYTES_MAX, 256 << 10
 """Of one attribute, and of all: what goes into the document of a step."""
 
 SLOW_S = 0.05
-"""Where a look takes longer, only later ones are left."""
+"""Of processor time. Where two looks in a row take longer, there are as few as may be."""
+
+_SLOW_LOOKS = 2
 
 LOOKS = 16
 """So many first steps are looked at, each of them; later ones now and then."""
@@ -127,8 +129,9 @@ class Attributes:
         self._way: dict[str, set[str]] = {}
         self._at_ends: list[set[str]] = [set(), set()]
         self._odd: set[str] = set()
-        self.is_slow = False
-        """A look takes so long that there are as few as may be."""
+        self._slow = 0
+        self._looked = [False, False]
+        """Since the last step's end began, and at the one before."""
         self._left_out: set[str] = set()
 
     def know(self, loader: Any) -> None:
@@ -165,7 +168,8 @@ class Attributes:
 
     def look(self, *, beyond: bool = False) -> None:
         """See what has moved. beyond: search for random generators wherever the user's code may have them, too."""
-        began_s = clock.mono_s()
+        began_s = clock.thread_s()
+        self._looked[0] = True
         with self._guarded():
             self._walk = self._new_walk()
             self.generators.look(self._walk, beyond=beyond)
@@ -175,10 +179,16 @@ class Attributes:
                 moved = [name for name in moved if not self._is_spoken(name, said)]
             self._moved |= dict.fromkeys(moved)
             self._plan()
-        took_s = clock.mono_s() - began_s
-        if took_s > SLOW_S and not self.is_slow:
-            self.is_slow = True
-            _log.info("a look at the attributes of model, optimizers and loader takes %.0f ms", took_s * 1e3)
+        took_s = clock.thread_s() - began_s
+        if not beyond and self._slow < _SLOW_LOOKS:
+            self._slow = self._slow + 1 if took_s > SLOW_S else 0
+            if self.is_slow:
+                _log.info("a look at the attributes of model, optimizers and loader takes %.0f ms", took_s * 1e3)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether looks take so long that there are as few as may be."""
+        return self._slow >= _SLOW_LOOKS
 
     def _plan(self) -> None:
         """How to come to what is in each document."""
@@ -190,6 +200,7 @@ class Attributes:
 
     def end_step(self) -> None:
         """Before the document of a step's end: follow the generators to where they lie now."""
+        self._looked[0] = False
         with self._guarded():
             self.generators.end_step(self._walk.part(self._way))
 
@@ -201,10 +212,15 @@ class Attributes:
     def ended(self) -> None:
         """The document of a step's end has been taken."""
         self._at_ends = [self._at_ends[1], self.moved]
+        self._looked = [False, self._looked[0]]
 
     def moved_first(self, *, ended: bool) -> set[str]:
         """Names of what has moved for the first time in the newest step. ended: it has ended here."""
         return self.moved - self._at_ends[0 if ended else 1]
+
+    def moved_since(self) -> set[str]:
+        """Names of what a look after the last step's end has found, if it may have moved before, unseen."""
+        return set() if self._looked[1] else self.moved - self._at_ends[1]
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

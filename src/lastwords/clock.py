@@ -10,6 +10,11 @@ Clock = Callable[[], float]
 """Returns seconds on a monotonic axis; only differences mean anything."""
 
 
+def thread_s() -> float:
+    """Seconds of processor time that this thread has used."""
+    return time.thread_time()
+
+
 def mono_s() -> float:
     """Monotonic seconds (CLOCK_MONOTONIC, the same axis for all processes of a host since boot)."""
     return time.monotonic()

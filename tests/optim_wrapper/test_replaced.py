@@ -331,12 +331,31 @@ def test_what_no_walk_gives_is_not_put_anywhere() -> None:
     assert watched(net).restore(NOTHING) == []
 
 
+def test_what_a_look_after_a_steps_end_finds_may_have_moved_before_it_unless_there_was_a_look_at_that_end() -> None:
+    net = made(calls=0, best=0)
+    watch = watched(net)
+    watch.end_step()
+    net.calls = 1
+    watch.ended()
+    watch.document(look=True)
+    assert watch.moved_since() == {"model.calls"}
+    watch.end_step()
+    watch.look()
+    watch.ended()
+    assert watch.moved_since() == set()
+    net.best = 1
+    watch.document(look=True)
+    assert watch.moved_since() == set()
+
+
 def test_a_slow_look_is_said_once_and_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lastwords")
     monkeypatch.setattr(attributes, "SLOW_S", -1.0)
     watch = watched(made())
+    watch.look(beyond=True)
+    watch.look()
     assert not watch.is_slow
-    watch.look()
-    watch.look()
-    assert watch.is_slow
+    for _ in range(3):
+        watch.look()
+        assert watch.is_slow
     assert len(caplog.messages) == 1
