@@ -126,7 +126,7 @@ class Attributes:
         self._walk = Walk({}, {})
         self._first: dict[_Name, Any] = {}
         self._moved: dict[_Name, None] = {}
-        self._way: dict[str, set[str]] = {}
+        self._way: dict[str, list[str]] = {}
         self._at_ends: list[set[str]] = [set(), set()]
         self._odd: set[str] = set()
         self._slow = 0
@@ -202,12 +202,12 @@ class Attributes:
         """Before the document of a step's end: follow the generators to where they lie now."""
         self._looked[0] = False
         with self._guarded():
-            self.generators.end_step(self._walk.part(self._way))
+            self.generators.end_step(lambda: self._walk.part(self._way))
 
     def follow(self) -> None:
         """The same after the end of a step."""
         with self._guarded():
-            self.generators.follow(self._walk.part(self._way))
+            self.generators.follow(lambda: self._walk.part(self._way))
 
     def ended(self) -> None:
         """The document of a step's end has been taken."""

@@ -133,11 +133,11 @@ class Generators:
         way = beyond.way_to(beyond.origin(path) for path in places if path in beyond.generators)
         return {**beyond.part(way).generators, **part.generators} if way else part.generators
 
-    def end_step(self, part: Walk) -> None:
-        """Follow the places to what lies there now."""
+    def end_step(self, part: Callable[[], Walk]) -> None:
+        """Follow the places to what lies there now. part: makes one of the walk, to `cells`."""
         if not self._leaves and not self._passing:
             return
-        now = self._follow(part, ends=1)
+        now = self._follow(part(), ends=1)
         for path, leaf in [*self._passing.items()]:
             if leaf is not None:  # is what was found there at the newest look used in a later step after all?
                 used = now.get(path) is leaf.generator or leaf.state.take() != leaf.found_as
@@ -146,9 +146,10 @@ class Generators:
                     del self._passing[path]
                     self._meet(path, now[path])
 
-    def follow(self, part: Walk) -> None:
+    def follow(self, part: Callable[[], Walk]) -> None:
         """See what lies at the places now, after the end of a step."""
-        self._follow(part, ends=0)
+        if self._leaves or self._passing:
+            self._follow(part(), ends=0)
 
     def _follow(self, part: Walk, *, ends: int) -> dict[str, Any]:
         now = self._lying(part)

@@ -185,8 +185,11 @@ class Walk:
         new._begin()
         return new
 
-    def way_to(self, cells: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-        """Path of an object -> which of its attributes lead to these cells, and to whatever is told of them."""
+    def way_to(self, cells: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+        """Path of an object -> which of its attributes lead to these cells, and to whatever is told of them.
+
+        In the order of the walk: where two attributes hold one object, the first names it.
+        """
         way: dict[str, set[str]] = {}
         todo = [*cells]
         while todo:
@@ -197,7 +200,16 @@ class Walk:
             cell = self.cells.get((path, key))
             inside = [] if cell is None else _paths_in(cell.told)
             todo += [self._origin[one] for one in (path, *inside) if one in self._origin]
-        return way
+        return {path: self._in_order(path, keys) for path, keys in way.items()}
+
+    def _in_order(self, path: str, keys: Collection[str]) -> list[str]:
+        one = self.objects.get(path)
+        if one is None or len(keys) == 1:
+            return [*keys]
+        own = own_of(one)
+        children = [_CHILD + name for name in own.get("_modules", {})] if issubclass(type(one), torch.nn.Module) else []
+        known = [key for key in (*children, *own) if key in keys]
+        return known + sorted({*keys} - {*known})
 
     def see(self, path: str, key: str) -> None:
         """This attribute of an object has another value now."""
@@ -216,22 +228,22 @@ class Walk:
                 self.odd[path] = f"{error!r:.200}"
 
     def _look_into(self, path: str, one: Any) -> None:
-        only = None if self._only is None or path not in self._known else self._only.get(path, ())
         module = issubclass(type(one), torch.nn.Module)
-        if module:
-            for name, child in [*own_of(one).get("_modules", {}).items()]:
-                if child is not None and (only is None or _CHILD + name in only):
-                    self._at = path, _CHILD + name
-                    self._meet(f"{path}.{name}", child)
-        if only is None:
-            keys = attributes_of(one)
-        else:  # in the order of the whole walk: where two attributes hold one object, the first names it
-            keys = [key for key in own_of(one) if key in only]
-            keys += [key for key in only if key not in keys and key[0] != _CHILD]
-        for key in keys:
-            self._cell(path, key, one)
-        if only is not None:
+        children = own_of(one).get("_modules", {}) if module else {}
+        if self._only is not None and path in self._known:
+            for key in self._only.get(path, ()):
+                if key[0] != _CHILD:
+                    self._cell(path, key, one)
+                elif children.get(key[1:]) is not None:
+                    self._at = path, key
+                    self._meet(path + key, children[key[1:]])
             return
+        for name, child in [*children.items()]:
+            if child is not None:
+                self._at = path, _CHILD + name
+                self._meet(f"{path}.{name}", child)
+        for key in attributes_of(one):
+            self._cell(path, key, one)
         for key in [key for key in own_of(one) if type(key) is str and key.endswith(_HOOKS)]:
             self._at = path, key
             self.told(own_of(one)[key], f"{path}.{key}", 0)
