@@ -29,7 +29,7 @@ _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER}|-([0-9a-f]{{16}}))?")
 _JOB_TEXT = r"[A-Za-z0-9_.-]{1,64}"
 _FENCE = rf"g{_NUMBER}-i{_NUMBER}-a{_NUMBER}"
-_TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-(?:({_JOB_TEXT})-)?{_FENCE}")
+_TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-({_JOB_TEXT})-{_FENCE}")
 _CLAIM = re.compile(rf"\.lastwords-({_JOB_TEXT})-g{_NUMBER}\.lock")
 _START = re.compile(rf"\.lastwords-start-g{_NUMBER}\.json")
 _RANK = re.compile(rf"rank_{_NUMBER}")
@@ -77,10 +77,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TemporaryName:
-    """Name of a directory that is being written: fenced by job, generation, incident and attempt, hidden from scans.
-
-    job: "" in a name of the time when the job was not in it.
-    """
+    """Name of a directory that is being written: fenced by job, generation, incident and attempt, hidden from scans."""
 
     global_step: int
     job: str
@@ -90,8 +87,7 @@ class TemporaryName:
 
     def __str__(self) -> str:
         fence = f"g{self.generation}-i{self.incident}-a{self.attempt}"
-        job = f"{check_job_name(self.job)}-" if self.job else ""
-        return f".tmp-tft_saved_checkpoints-step_{self.global_step}-{job}{fence}"
+        return f".tmp-tft_saved_checkpoints-step_{self.global_step}-{check_job_name(self.job)}-{fence}"
 
     @staticmethod
     def parse(name: str) -> TemporaryName | None:
@@ -103,7 +99,7 @@ class TemporaryName:
         found = _TEMPORARY.fullmatch(name)
         if found is None:
             return None
-        return TemporaryName(int(found[1]), found[2] or "", int(found[3]), int(found[4]), int(found[5]))
+        return TemporaryName(int(found[1]), found[2], int(found[3]), int(found[4]), int(found[5]))
 
 
 def claim_path(root: Path, job: str, generation: int) -> Path:
@@ -118,7 +114,7 @@ def claim_path(root: Path, job: str, generation: int) -> Path:
 def parse_claim(name: str) -> tuple[str, int] | None:
     """Job and generation of the controller that holds this file; None for every other name.
 
-    >>> parse_claim(".lastwords-digits-g3.lock"), parse_claim(".lastwords-generation")
+    >>> parse_claim(".lastwords-digits-g3.lock"), parse_claim(".lastwords-start-g3.json")
     (('digits', 3), None)
     """
     found = _CLAIM.fullmatch(name)

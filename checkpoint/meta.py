@@ -70,23 +70,20 @@ def _path_in(where: str) -> str:
 class ExtrasMeta:
     """Extras (schedulers, averaged weights) by their names. left_out: name -> why it, or some of it, is not stored.
 
-    steps: how many the job has ended. moved: those that have changed so far; regular: in every step, which older
-    files say instead of `moves`.
+    steps: how many the job has ended. moved: those that have changed so far; moves: in which steps.
     step_on_resume: those whose step() a resume has to call once.
     """
 
     states: Mapping[str, Tree]
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     steps: Number
-    regular: Sequence[str]
     moved: Sequence[str]
-    moves: Sequence[StoredMove] | None = None
+    moves: Sequence[StoredMove]
     step_on_resume: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
-        found = json_of(self)
-        return found if self.moves is None else {**found, "moves": [list(one) for one in self.moves]}
+        return {**json_of(self), "moves": [list(one) for one in self.moves]}
 
     @property
     def reasons(self) -> list[str]:
@@ -126,9 +123,9 @@ class UnitMeta:
 
     optimizer: its class. parameters, buffers: name -> torch's element type. aliases: other name of a tied tensor -> the
     name that it stands under. absent_buffers: registered, but None. groups: hyperparameters of each param group as a
-    tree; group_parameters: their members; group_numbers: their places in the optimizer (None: an early file, which does
-    not say). volatile_buffers: not in a state_dict(), in the unit or of single ranks. reshaped_buffers: of another form
-    than when the run began, or registered since. frozen: parameters without `requires_grad`.
+    tree; group_parameters: their members; group_numbers: their places in the optimizer. volatile_buffers: not in a
+    state_dict(), in the unit or of single ranks. reshaped_buffers: of another form than when the run began, or
+    registered since. frozen: parameters without `requires_grad`; None if the layout was transformed or converted.
     optimizer_state: parameter -> tree; optimizer_own: state that is not of the usual form, as (parameter or None, key
     or None, tree). shared: name of a tensor of the state that lies in another one's memory -> that one's name.
     left_out: (parameter, key or None) of state that could not be stored. reasons: why the unit is not exact. holders:
@@ -144,7 +141,7 @@ class UnitMeta:
     absent_buffers: Sequence[str]
     groups: Sequence[Tree]
     group_parameters: Sequence[Sequence[str]]
-    group_numbers: Sequence[Number] | None = None
+    group_numbers: Sequence[Number]
     volatile_buffers: Sequence[str] = ()
     reshaped_buffers: Sequence[str] = ()
     frozen: Sequence[str] | None = None
@@ -180,11 +177,6 @@ class UnitMeta:
             found[name] = [list(one) for one in found[name]]
         return found
 
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Place in the optimizer of each of `groups`."""
-        return range(len(self.groups)) if self.group_numbers is None else self.group_numbers
-
 
 EMPTY_UNIT = UnitMeta(
     optimizer="",
@@ -194,6 +186,7 @@ EMPTY_UNIT = UnitMeta(
     absent_buffers=(),
     groups=(),
     group_parameters=(),
+    group_numbers=(),
     optimizer_state={},
 )
 """Of a unit in which there is nothing but tensors that nobody has named."""
@@ -284,13 +277,13 @@ class LocalMeta:
     """What a rank's local state says beside its tensors. kind: COMMITTED, TENTATIVE (of before the update), or "none".
 
     slot: JSON of the black box, kept as it is. epoch_start: likewise, of the start of the epoch; None if not needed.
-    habits: the rank's own, where its black box is lost those of the writer; None in older files.
+    habits: the rank's own, where its black box is lost those of the writer.
     """
 
     kind: str = ""
     slot: Mapping[str, Any] = field(default_factory=dict)
     epoch_start: Mapping[str, Any] | None = None
-    habits: Habits | None = None
+    habits: Habits = field(default_factory=Habits)
 
     @staticmethod
     def read(said: Mapping[str, Any], where: str = "") -> LocalMeta:
@@ -399,12 +392,12 @@ class FileContent:
 def groups_of(metas: Iterable[UnitMeta]) -> tuple[tuple[str, ...], ...]:
     """Parameters of each param group, out of the `meta` of units; a group may have some in each of them.
 
-    >>> one = dataclasses.replace(EMPTY_UNIT, groups=[{}, {}], group_parameters=[["a"], ["c"]])
+    >>> one = dataclasses.replace(EMPTY_UNIT, group_numbers=[0, 1], group_parameters=[["a"], ["c"]])
     >>> groups_of([one, dataclasses.replace(EMPTY_UNIT, group_numbers=[1], group_parameters=[["b", "c"]])])
     (('a',), ('c', 'b'))
     """
     found: dict[int, dict[str, None]] = {}
     for meta in metas:
-        for number, names in zip(meta.numbers, meta.group_parameters, strict=True):
+        for number, names in zip(meta.group_numbers, meta.group_parameters, strict=True):
             found.setdefault(number, {}).update(dict.fromkeys(names))
     return tuple(tuple(found.get(number, ())) for number in range(max(found, default=-1) + 1))

@@ -94,7 +94,7 @@ def _check_unit(meta: UnitMeta, names: Names, prefix: str) -> None:
     for alias, name in meta.aliases.items():
         if name not in meta.parameters and name not in meta.buffers:
             raise _wrong(f"meta.aliases[{alias!r}]", "is tied to a name that the unit does not have")
-    for field_, found in (("group_parameters", meta.group_parameters), ("group_numbers", meta.numbers)):
+    for field_, found in (("group_parameters", meta.group_parameters), ("group_numbers", meta.group_numbers)):
         if len(found) != len(meta.groups):
             raise _wrong(f"meta.{field_}", f"has {len(found)} items for {len(meta.groups)} param groups")
     if meta.extras is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -62,11 +61,9 @@ class Reason:
 
     @staticmethod
     def from_json(item: Any) -> Reason:
-        """Of `to_json`, or of a text that an older version wrote. ValueError for anything else."""
-        if isinstance(item, str):
-            return _of_text(item)
+        """Of `to_json`. ValueError for anything else."""
         if not isinstance(item, Mapping):
-            raise ValueError("a reason is neither an object nor a string")
+            raise ValueError("a reason is not an object")
         detail, cause, ranks, unit = (item.get(key, default) for key, default in _DEFAULTS.items())
         if not isinstance(detail, str) or not isinstance(unit, str) or not isinstance(cause, str):
             raise ValueError("a reason's detail, cause or unit is not a string")
@@ -131,22 +128,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-# ---------------------------------------------------------------------- older versions wrote texts
-
-_OLD_RANK = re.compile(r"rank (\d{1,9}): (.*)", re.DOTALL)
-_OLD_UNIT = re.compile(r"unit ([A-Za-z0-9_.:=+-]{1,128}): (.*)", re.DOTALL)
-_OLD_RESHARDED = ("it is resumed ", "small buffers (", "the saved run had been resumed elsewhere")
-
-
-def _of_text(text: str) -> Reason:
-    ranks: tuple[int, ...] = ()
-    unit = ""
-    if found := _OLD_RANK.fullmatch(text):
-        ranks, text = (int(found[1]),), found[2]
-    if found := _OLD_UNIT.fullmatch(text):
-        unit, text = found[1], found[2]
-    if text.startswith(_LOST):
-        return Reason(text.removeprefix(_LOST), Cause.LOCAL_STATE_LOST, ranks, unit)
-    return Reason(text, Cause.RESHARDED if text.startswith(_OLD_RESHARDED) else Cause.OTHER, ranks, unit)

@@ -115,7 +115,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopFacts:
-    """What a resume has to know of a loop over `steps()`. dealing, inputs, world_size: None in older files.
+    """What a resume has to know of a loop over `steps()`. dealing, inputs, world_size: None without `steps()`.
 
     carried: where it had begun itself, if not by the number of steps.
     """

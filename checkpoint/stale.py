@@ -20,7 +20,6 @@ from lastwords import clock
 from lastwords.checkpoint import layout, removal
 from lastwords.checkpoint.lock_file import has_name
 from lastwords.checkpoint.manifest import Claimed, Kind, read_manifest
-from lastwords.checkpoint.part import read_part
 from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -161,11 +160,11 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
     claims = _Claims.look(root, names, (job, generation), os)
     for name in names:
         found = layout.TemporaryName.parse(name)
-        if found is None or (found.job in ("", job) and found.generation >= generation):
+        if found is None or (found.job == job and found.generation >= generation):
             continue
         if claims.may_live(found) or _in_use(root / name, os):
             continue
-        certain = claims.has_died_here(found) or _is_of(root / name, found, job, os)
+        certain = claims.has_died_here(found) or found.job == job
         if not (certain or _is_quiet(root / name, os)):
             continue
         if _lacks_only_its_name(root, root / name, found.global_step, os):
@@ -240,9 +239,7 @@ class _Claims:
         return _Claims(frozenset(held), dead)
 
     def may_live(self, name: layout.TemporaryName) -> bool:
-        if name.job:
-            return (name.job, name.generation) in self.held
-        return any(generation == name.generation for _, generation in self.held)
+        return (name.job, name.generation) in self.held
 
     def has_died_here(self, name: layout.TemporaryName) -> bool:
         return self.dead.get((name.job, name.generation), False)
@@ -277,23 +274,6 @@ def _in_use(tmp_dir: Path, os: Os) -> bool:
         logger.warning("could not look into %s: %s", tmp_dir, error)
         return True
     return False
-
-
-def _is_of(tmp_dir: Path, name: layout.TemporaryName, job: str, os: Os) -> bool:
-    """Whether this job's own earlier generation made it. An older name does not say so, but its parts do."""
-    if name.job:
-        return name.job == job
-    try:
-        for rank_name in os.listdir(tmp_dir):
-            rank_dir = tmp_dir / rank_name
-            if os.is_directory(rank_dir) and layout.PART_NAME in os.listdir(rank_dir):
-                return read_part(rank_dir, os).job in ("", job)
-    except FormatError:
-        return True  # a part.json that was never finished
-    except (OSError, StorageError) as error:
-        logger.warning("could not look into %s: %s", tmp_dir, error)
-        return False
-    return True
 
 
 def _with_content(path: Path, os: Os) -> Iterator[Path]:
@@ -367,7 +347,7 @@ def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> b
     if Kind.of(name.incident, name.attempt) is Kind.PERIODIC:
         return False
     final = layout.checkpoint_dir(root, name.global_step)
-    if os.leads_to_directory(final) and name.job in ("", Claimed.if_readable(final, os).job):
+    if os.leads_to_directory(final) and name.job == Claimed.if_readable(final, os).job:
         return False
     kept_dir = layout.unpublished_dir(root, name.global_step, name.job, name.generation, name.incident, name.attempt)
     try:

@@ -37,7 +37,6 @@ STARTS_MAX = 256
 """A job that was not started in so many starts is remembered only as long as it lives: each start reads them all."""
 
 _DRAWS_MAX = 1000
-_FORMER_FILE = ".lastwords-generation"  # held the newest generation before each start had a file of its own
 _LOG = re.compile(r"controller-.*-g([0-9]{1,18})\.log")
 _FROM = re.compile(r"\.lastwords-start-g([0-9]{1,18})-from-([A-Za-z0-9_.-]{1,64})")
 
@@ -281,19 +280,9 @@ def _newest(root: Path, names: list[str], os: Os) -> int:
             found.append(temporary.generation)
         if layout.CheckpointName.parse(name) is not None:
             found.append(Claimed.if_readable(root / name, os).generation)
-    if _FORMER_FILE in names:
-        found.append(_former(root / _FORMER_FILE, os))
     if "logs" in names:
         found += [int(log[1]) for name in _names(root / "logs", os) if (log := _LOG.fullmatch(name))]
     return max(found)
-
-
-def _former(path: Path, os: Os) -> int:
-    try:
-        text = read_whole(path, os, bytes_max=64).decode("ascii", "replace").strip()
-    except (FileNotFoundError, StorageError):
-        return 0
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else 0
 
 
 def _forget(root: Path, starts: list[Start], os: Os) -> None:

@@ -267,10 +267,8 @@ def _apart(label: str, unit: SavedUnit, clashes: Collection[str]) -> SavedUnit:
         fqn_of("model", fqn): {key_of(key, node): renamed(node, called, unit.label) for key, node in keys.items()}
         for fqn, keys in unit.states.items()
     }
-    # An early part does not say which groups it lists: better none than wrong ones.
-    groups = () if unit.meta.holders is not None and unit.meta.group_numbers is None else unit.groups
     specs = {called(name): spec for name, spec in unit.specs.items()}
-    return replace(unit, meta=meta, specs=specs, states=states, groups=groups)
+    return replace(unit, meta=meta, specs=specs, states=states)
 
 
 def _local_specs(manifest: Manifest, units: Mapping[str, SavedUnit]) -> dict[str, TensorSpec]:

@@ -89,7 +89,7 @@ def _addable(view: UnitView, metas: Sequence[UnitMeta]) -> list[list[torch.Tenso
 def _plain_options(metas: Sequence[UnitMeta], number: int) -> dict[str, Any]:
     """What add_param_group() may ask for; the restore sets all of it, tensors too."""
     for meta in metas:
-        if number in meta.numbers:
-            pairs = meta.groups[meta.numbers.index(number)]["dict"]
+        if number in meta.group_numbers:
+            pairs = meta.groups[meta.group_numbers.index(number)]["dict"]
             return {key: node["plain"] for key, node in pairs if "plain" in node and key != "params"}
     return {}

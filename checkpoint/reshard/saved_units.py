@@ -58,11 +58,11 @@ def read_unit(where: str, label: str, meta: UnitMeta, prefix: str, specs: Mappin
         for key, node in keys.items():
             if "tensor" in node and node["tensor"] != f"optim/{fqn}/{key}":
                 raise FormatError(f"{where}: optimizer state {key!r} of {fqn} is stored as {node['tensor']!r}")
-    if not len(meta.numbers) == len(meta.groups) == len(meta.group_parameters):
-        raise FormatError(f"{where}: {len(meta.groups)} param groups and {len(meta.numbers)} numbers")
+    if not len(meta.group_numbers) == len(meta.groups) == len(meta.group_parameters):
+        raise FormatError(f"{where}: {len(meta.groups)} param groups and {len(meta.group_numbers)} numbers")
     groups = tuple(
         (number, tuple(names), renamed(tree, lambda name: name.removeprefix(prefix), where))
-        for number, names, tree in zip(meta.numbers, meta.group_parameters, meta.groups, strict=True)
+        for number, names, tree in zip(meta.group_numbers, meta.group_parameters, meta.groups, strict=True)
     )
     return SavedUnit(label, meta, specs, states, groups)
 

@@ -324,7 +324,7 @@ class TrainerSource:
 
 def _with_habits(state: LocalState, seen: Habits) -> LocalState:
     """With what this rank's watch has seen, which speaks for those that are dead, too."""
-    habits = replace(state.meta.habits or Habits(), writes=seen.writes, changes=seen.changes)
+    habits = replace(state.meta.habits, writes=seen.writes, changes=seen.changes)
     return replace(state, meta=replace(state.meta, habits=habits))
 
 

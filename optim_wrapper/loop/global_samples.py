@@ -101,7 +101,7 @@ def carry(
     saved, here = data.dealing, dealing(loader)
     if saved is None:
         return None, ""  # a loop of the user's own, who knows
-    unknown = not here.known and data.world_size not in (None, world_size)
+    unknown = not here.known and data.world_size != world_size
     if saved == here and data.accumulate == accumulate and data.begun(epoch) is None and not unknown:
         return None, ""
     if not saved.known or not here.known:

@@ -60,7 +60,7 @@ def onward(resumed: Any, loader: Any, accumulate: int, world_size: int) -> Onwar
     data: LoopFacts = resumed.data
     carried, why = carry(data, resumed.epoch, resumed.step, loader, accumulate, world_size)
     reasons = [why] if why else []
-    if data.inputs is not None and data.world_size in (None, world_size) and hasattr(loader, "__len__"):
+    if data.inputs is not None and data.world_size == world_size and hasattr(loader, "__len__"):
         differ = differences(data.inputs, about(loader, len(loader), accumulate))
         again = data.begun(resumed.epoch) is not None
         if carried is None and (differ or again) and differ.keys() <= _OF_BATCHES and is_redealt(loader):

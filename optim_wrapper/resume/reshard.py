@@ -129,6 +129,7 @@ class Resharded:
             absent_buffers=[name for name in saved.absent if name in names.owners],
             groups=groups,
             group_parameters=names.groups,
+            group_numbers=names.group_numbers,
             optimizer_state=state,
         )
         return VirtualUnit(tuple(making.specs), meta, making.boxes, making.slices)

@@ -12,7 +12,7 @@ from lastwords.processor.saver import Position
 
 def habits_for(rank: int | None, manifest: Manifest) -> Habits:
     """What the saved run had learned: that of this rank, or of all together where its own is lost, or for None."""
-    every = {one: local.meta.habits for one, local in manifest.locals.items() if local.meta.habits is not None}
+    every = {rank: local.meta.habits for rank, local in manifest.locals.items()}
     own = every.get(-1 if rank is None else rank)
     names_go_back = any(habits.names_go_back for habits in every.values())  # all ranks have to judge alike
     if own is not None and own.late is not None:

@@ -253,13 +253,9 @@ def steps_without_argument(target: Any) -> bool:
     return True
 
 
-def moves_of(meta: ExtrasMeta, whole: Callable[[str], bool]) -> Moves:
-    """The moves that were stored. Older files say only which objects moved in every step; `whole(name)` of those."""
-    if meta.moves is not None:
-        return {(name, leaf): Recurrence(*numbers) for name, leaf, *numbers in meta.moves}
-    steps = meta.steps
-    every = Recurrence(steps, 1, steps, 1, steps - 1, 0)
-    return {(name, WHOLE): every for name in meta.regular if steps and whole(name)}
+def moves_of(meta: ExtrasMeta) -> Moves:
+    """The moves that were stored."""
+    return {(name, leaf): Recurrence(*numbers) for name, leaf, *numbers in meta.moves}
 
 
 def stored_moves(moves: Moves) -> list[StoredMove]:

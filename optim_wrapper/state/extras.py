@@ -34,7 +34,6 @@ from lastwords.optim_wrapper.state.extra_moves import (
     LeftOut,
     Moves,
     Taken,
-    is_whole,
     moves_of,
     noted,
     steps_without_argument,
@@ -247,7 +246,6 @@ class Extras:
             states=trees,
             left_out=left_out,
             steps=snapshot.steps,
-            regular=sorted({name for (name, _), one in snapshot.moves.items() if one.times == snapshot.steps}),
             moved=sorted(snapshot.moved),
             moves=stored_moves(snapshot.moves),
             step_on_resume=[name for name in snapshot.step_on_resume if name in trees],
@@ -262,7 +260,7 @@ class Extras:
         Raises MismatchError, before anything is changed, if the names differ.
         """
         trees, left_out = meta.states, frozenset(meta.left_out)
-        moves = moves_of(meta, lambda name: is_whole(self._objects.get(name)))
+        moves = moves_of(meta)
         history = ExtrasSnapshot({}, meta.steps, moves, tuple(meta.step_on_resume))
         for name in self._later.keys() & trees.keys():
             self._objects[name] = self._later.pop(name)

@@ -41,7 +41,7 @@ class OwnState:
         raise NotImplementedError
 
     def not_saved(self) -> None:
-        """The checkpoint has none: an older lastwords wrote it, or the saved run had no such thing."""
+        """The checkpoint has none: the saved run had no such thing."""
         self.say(f"{self.name} has state beside its parameters' state, and the checkpoint has none of it")
 
     def say(self, reason: str) -> None:

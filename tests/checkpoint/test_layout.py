@@ -19,7 +19,7 @@ def test_checkpoint_names_come_back(step: int, replaced: int | None) -> None:
     assert layout.CheckpointName.parse(str(name)) == name
 
 
-@given(NUMBERS, st.just("") | st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True), NUMBERS, NUMBERS, NUMBERS)
+@given(NUMBERS, st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True), NUMBERS, NUMBERS, NUMBERS)
 @example(5, "g1-i1-a1", 2, 3, 4)
 def test_temporary_names_come_back_and_are_no_checkpoint_names(
     step: int, job: str, gen: int, incident: int, attempt: int

@@ -34,7 +34,6 @@ EXTRAS = ExtrasMeta(
     states={"ema": {"plain": 1}},
     left_out={"probe": ["extras['probe'] cannot be stored"]},
     steps=3,
-    regular=["ema"],
     moved=["ema"],
     moves=[("ema", "", 3, 1, 3, 1, 2, 0)],
     step_on_resume=[],
@@ -75,9 +74,9 @@ def test_all_that_a_unit_says_comes_back_and_stands_in_the_order_of_the_fields()
 
 def test_what_nobody_has_said_is_not_written_and_not_guessed() -> None:
     said = EMPTY_UNIT.to_json()
-    assert {"holders", "extras", "step_ended", "hyperparameters", "frozen", "group_numbers"}.isdisjoint(said)
+    assert {"holders", "extras", "step_ended", "hyperparameters", "frozen"}.isdisjoint(said)
     again = UnitMeta.read(said)
-    assert (again.holders, again.extras, again.frozen, list(again.numbers)) == (None, None, None, [])
+    assert (again.holders, again.extras, again.frozen) == (None, None, None)
 
 
 def test_keys_of_a_later_version_are_left_out_and_another_version_is_named() -> None:
@@ -145,7 +144,7 @@ def test_habits_come_back_and_those_of_an_older_file_are_not_known() -> None:
     habits = Habits(late=when, moved="rng/torch", tentative_reasons=["t"], early_reasons=["e"], writes=writes)
     said = json.loads(json.dumps(LocalMeta(habits=habits).to_json()))
     assert LocalMeta.read(said).habits == habits
-    assert LocalMeta.read({"kind": "committed", "slot": {}}).habits is None
+    assert LocalMeta.read({"kind": "committed", "slot": {}}).habits == Habits()
     with pytest.raises(FormatError, match=r"meta\.habits\.writes\[0\]"):
         LocalMeta.read({**said, "habits": {"writes": [["optim", "w", "step", 1, [1, 2]]]}})
 

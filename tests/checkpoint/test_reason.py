@@ -1,28 +1,10 @@
-"""Reasons why a resume is not exact: what older versions wrote, what is damaged, what is folded."""
+"""Reasons why a resume is not exact: what is read, what is damaged, what is folded."""
 
 from __future__ import annotations
 
 import pytest
 
 from lastwords.checkpoint.reason import Cause, Reason, merged
-
-LOST = "its local state (RNG streams, buffers, data position) is lost: "
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("the loader has workers", Reason("the loader has workers")),
-        ("rank 3: late", Reason("late", ranks=(3,))),
-        (f"rank 3: {LOST}its host burnt", Reason("its host burnt", Cause.LOCAL_STATE_LOST, (3,))),
-        ("unit r0-3: cut off", Reason("cut off", unit="r0-3")),
-        ("it is resumed by 4 ranks ...", Reason("it is resumed by 4 ranks ...", Cause.RESHARDED)),
-        ("rank 1: small buffers (a) are", Reason("small buffers (a) are", Cause.RESHARDED, (1,))),
-    ],
-)
-def test_texts_of_older_versions_mean_what_they_meant(text: str, reason: Reason) -> None:
-    assert Reason.from_json(text) == reason
-    assert str(reason) == text
 
 
 @pytest.mark.parametrize(
@@ -38,7 +20,7 @@ def test_a_cause_of_a_newer_version_is_told_by_its_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "item", [3, None, [], {}, {"detail": 1}, {"detail": "x", "ranks": [-1]}, {"detail": "x", "ranks": 1}]
+    "item", [3, None, "late", [], {}, {"detail": 1}, {"detail": "x", "ranks": [-1]}, {"detail": "x", "ranks": 1}]
 )
 def test_a_damaged_reason_is_refused(item: object) -> None:
     with pytest.raises(ValueError, match="reason"):

@@ -88,9 +88,7 @@ def test_a_torn_file_of_a_start_still_takes_its_number(tmp_path: Path, torn: byt
     assert draw([tmp_path], ALONE).generation == 6
 
 
-@pytest.mark.parametrize("former", ["", "\0\0", "two"])
-def test_a_lost_count_is_found_restartin_what_else_is_there(tmp_path: Path, former: str) -> None:
-    (tmp_path / ".lastwords-generation").write_text(former)
+def test_a_lost_count_is_found_in_what_else_is_there(tmp_path: Path) -> None:
     assert draw([tmp_path], Launch()).generation == 1
     saved = Job(generation=7).save(tmp_path, 30)
     assert draw([tmp_path], Launch()).generation == 8
@@ -103,11 +101,6 @@ def test_a_lost_count_is_found_restartin_what_else_is_there(tmp_path: Path, form
     Job(generation=40).write(fallback, 30)
     assert draw([tmp_path, fallback], Launch()).generation == 41
     assert saved.exists()
-
-
-def test_the_count_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    (tmp_path / ".lastwords-generation").write_text("17\n")
-    assert draw([tmp_path], Launch()).generation == 18
 
 
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from lastwords.checkpoint import boxes as cut
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.integrations.catalogue import Whole, catalogue
@@ -107,12 +105,3 @@ def test_one_name_for_different_tensors_is_refused_until_units_are_chosen(tmp_pa
     assert set(catalogue(checkpoint, clash_by_unit=True).parameters) == {"w@stage-0", "w@stage-1"}
     with golden.raises(ConfigError):
         catalogue(checkpoint, ["stage-2"])
-
-
-def test_groups_of_a_part_that_does_not_number_them_are_left_out_rather_than_guessed(tmp_path: Path) -> None:
-    state = unit("rank-0", [("w", torch.randn(2), None)], (0,))
-    meta = replace(state.meta, groups=[{"dict": [["lr", {"plain": 0.5}]]}], group_parameters=[["w"]])
-    for step, numbers in enumerate([None, [1]], 1):
-        made = UnitState(state.tensors, replace(meta, group_numbers=numbers))
-        found = catalogue(open_checkpoint(published(tmp_path, {0: {"rank-0": made}}, step=step)))
-        assert [group.number for group in found.groups] == (numbers or [])

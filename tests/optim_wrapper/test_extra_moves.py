@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -322,16 +321,6 @@ def test_steps_without_an_update_say_nothing_of_when_a_scheduler_moves() -> None
                 loop.late(step)
         snapshot = extras.ended(snapshot, updated)
     saved, reasons = extras.after_update(snapshot)
-    assert (saved.step_on_resume, reasons) == (("scheduler",), [])
-
-
-def test_an_older_checkpoint_says_which_schedulers_moved_in_every_step() -> None:
-    loop, again = PerStep(), PerStep()
-    extras, resumed = Extras(loop.extras), Extras(again.extras)
-    tree, read = through_storage(extras, extras.first())
-    tree = replace(tree, steps=3, regular=["scheduler"], moved=["scheduler"], moves=None)
-    history = resumed.restore(tree, read)
-    saved, reasons = resumed.after_update(resumed.first(history))
     assert (saved.step_on_resume, reasons) == (("scheduler",), [])
 
 

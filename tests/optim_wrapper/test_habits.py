@@ -62,7 +62,6 @@ class Job:
     def habits(self, step: int) -> Habits:
         """What stands in the file."""
         meta = LocalMeta.read(self.source.local_states([0], step)[0].meta.to_json())
-        assert meta.habits is not None
         return meta.habits
 
     def cut_off(self) -> list[str]:
@@ -152,7 +151,7 @@ def test_a_larger_black_box_goes_on_with_what_its_predecessor_has_seen(tmp_path:
     assert box.moved == "rng/torch"
 
 
-def manifest_of(every: dict[int, Habits | None]) -> Any:
+def manifest_of(every: dict[int, Habits]) -> Any:
     return SimpleNamespace(
         locals={rank: SimpleNamespace(meta=LocalMeta(habits=habits)) for rank, habits in every.items()}
     )
@@ -164,7 +163,7 @@ def test_a_rank_goes_by_its_own_habits_and_by_those_of_all_where_its_own_are_los
     zero = Habits(late=twice, moved="rng/a", tentative_reasons=["x"], writes=[("model", "w", None, 1, once)])
     one = Habits(late=once, moved="rng/b", tentative_reasons=["x", "y"], changes={"x": once})
     one = replace(one, writes=[("model", "w", None, 5, twice), ("optim", "w", "exp_avg", 1, once)])
-    every = manifest_of({0: zero, 1: one, 2: Habits(changes={"x": twice}), 3: None})
+    every = manifest_of({0: zero, 1: one, 2: Habits(changes={"x": twice}), 3: Habits()})
     assert habits_for(0, every) == zero
     assert habits_for(1, every) == one
     for rank in (2, 3, 4, None):
@@ -172,4 +171,4 @@ def test_a_rank_goes_by_its_own_habits_and_by_those_of_all_where_its_own_are_los
         assert (found.late, found.moved, found.changes) == (twice, "rng/a", {"x": twice})
         assert found.tentative_reasons == ["x", "y"]
         assert {(name, key): count for _, name, key, count, _ in found.writes} == {("w", None): 5, ("w", "exp_avg"): 1}
-    assert not any(habits_for(0, manifest_of({0: None})).to_json().values()), "an older file"
+    assert not any(habits_for(0, manifest_of({})).to_json().values()), "a converted checkpoint"
