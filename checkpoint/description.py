@@ -15,7 +15,6 @@ from lastwords.checkpoint.part_head import LocalSummary, PartHead
 from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
 from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.checkpoint.system import REAL_OS
-from lastwords.checkpoint.versions import manifest_format
 from lastwords.vocabulary import Share
 
 
@@ -95,22 +94,20 @@ def build_manifest(
 
 
 def _in_one_file(parts: Sequence[Part]) -> dict[str, Any] | None:
-    """Tables of a manifest of version 1; None without parts."""
+    """Tables that are gathered in the manifest; None without parts."""
     if not parts:
         return None
     units = {unit: entry for part in parts for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in parts for rank, entry in part.locals.items()}
-    whole = together(units)
     return {
-        "format_version": manifest_format(described=False, shared=units.keys() != whole.keys()),
         "files": tuple(part.file for part in parts),
-        "units": dict(sorted(whole.items())),
+        "units": dict(sorted(together(units).items())),
         "locals": dict(sorted(locals_.items())),
     }
 
 
 def _left_in_parts(parts: Sequence[PartHead], global_step: int) -> dict[str, Any]:
-    """What a manifest of version 2 says of its parts."""
+    """What a manifest says of parts that keep their tables."""
     units = {unit: UnitHead(part.rank, one.holders) for part in parts for unit, one in part.units.items()}
     locals_ = {
         rank: LocalHead(part.rank, one.exact, one.reasons) for part in parts for rank, one in part.locals.items()
@@ -121,7 +118,6 @@ def _left_in_parts(parts: Sequence[PartHead], global_step: int) -> dict[str, Any
     heads = Heads(dict(sorted(units.items())), dict(sorted(locals_.items())), files)
     tables = PartTables(Path(), heads, global_step, REAL_OS)  # only to be encoded: nothing is read through it
     return {
-        "format_version": manifest_format(described=True, shared=tables.shares.keys() != heads.units.keys()),
         "files": tuple(files.values()),
         "units": UnitTables(tables),
         "locals": LocalTables(tables),

@@ -12,7 +12,7 @@ from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.partfile import check_present, check_sizes
 from lastwords.checkpoint.system import Os, storage_errors
-from lastwords.checkpoint.versions import MANIFEST_FORMAT, is_described
+from lastwords.checkpoint.versions import MANIFEST_FORMAT
 from lastwords.errors import FormatError, IncompleteError
 
 EXAMINED_BYTES_MAX = 64 << 10
@@ -23,7 +23,7 @@ SIZES_MAX = 256
 every file is asked for: then its name and size are looked at, and it is not opened."""
 
 _NUMBERS = ("generation", "global_step", "published_unix_ns", "incident", "attempt")
-_KEYS = ("job", "exact", *_NUMBERS, "format_version", "facts")
+_KEYS = ("job", "exact", *_NUMBERS, "tables_in_parts", "facts")
 _RANK_DIR = re.compile(rb'"path":"(rank_[0-9]+)/')
 
 
@@ -49,7 +49,7 @@ def glance(directory: Path, os: Os, *, every_file: bool = False) -> Claimed | No
     _check_presence(directory, {name.decode("ascii") for name in names}, os)
     few = len(names) <= SIZES_MAX
     if few or every_file:
-        described = is_described(fields.integer("format_version", least=1))
+        described = fields.truth("tables_in_parts")
         listed = decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=("files",))
         for item in Fields(listed, path).inners("files"):
             entry = FileEntry.from_json(item, path, described=described)

@@ -44,7 +44,7 @@ from lastwords.checkpoint.retry import NO_FILE
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.checkpoint.versions import MANIFEST_FORMAT, is_described
+from lastwords.checkpoint.versions import MANIFEST_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 
 
@@ -81,7 +81,6 @@ class Manifest:
     units: by their names, whole also where they are stored in shares.
     """
 
-    format_version: int
     job: str
     parent_job: str
     generation: int
@@ -177,7 +176,8 @@ class Manifest:
             units, locals_ = self.tables.heads.units, self.tables.heads.locals
         return encode_document(
             {
-                "format_version": self.format_version,
+                "format_version": MANIFEST_FORMAT,
+                "tables_in_parts": self.tables is not None,
                 "job": self.job,
                 "parent_job": self.parent_job,
                 "generation": self.generation,
@@ -206,16 +206,13 @@ class Manifest:
         where: its path; parts that are read later lie beside it.
         """
         fields = Fields(decode_document(raw, where=where, version_max=MANIFEST_FORMAT), where)
-        version = fields.integer("format_version", least=1)
-        files = tuple(
-            FileEntry.from_json(item, where, described=is_described(version)) for item in fields.inners("files")
-        )
-        if is_described(version):
+        described = fields.truth("tables_in_parts")
+        files = tuple(FileEntry.from_json(item, where, described=described) for item in fields.inners("files"))
+        if described:
             units, locals_ = _tables(fields, files, where, os)
         else:
             units, locals_ = _units(fields, where), locals_from_json(fields.inner("locals"), where)
         manifest = Manifest(
-            format_version=version,
             job=fields.text("job"),
             parent_job=fields.text("parent_job"),
             generation=fields.integer("generation"),
@@ -297,7 +294,7 @@ def _units(fields: Fields, where: Path) -> Mapping[str, UnitEntry]:
 def _tables(
     fields: Fields, files: tuple[FileEntry, ...], where: Path, os: Os
 ) -> tuple[Mapping[str, UnitEntry], Mapping[int, LocalEntry]]:
-    """Units and local states of version 2, to be read when they are asked for."""
+    """Units and local states whose tables are in the parts, to be read when they are asked for."""
     units = fields.inner("units")
     heads = Heads(
         units={unit: UnitHead.from_json(units.inner(unit)) for unit in units.keys()},  # noqa: SIM118

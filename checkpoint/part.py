@@ -44,7 +44,7 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
 )
-from lastwords.checkpoint.versions import PART_FORMAT, older_unless
+from lastwords.checkpoint.versions import FILE_FORMAT, PART_FORMAT
 from lastwords.errors import ConfigError, StorageError
 
 TensorSource = Buffer | Callable[[], Buffer]
@@ -112,7 +112,7 @@ class Part(Written):
     def encode(self) -> bytes:
         return encode_document(
             {
-                "format_version": older_unless(shared=any(entry.plan for entry in self.units.values())),
+                "format_version": PART_FORMAT,
                 "rank": self.rank,
                 "global_step": self.global_step,
                 "epoch": self.epoch,
@@ -195,7 +195,7 @@ def write_part(
     said_of_ranks = {owner: state.meta.to_json() for owner, state in locals.items()}
     order = file_order(spec for spec, _ in every)
     content = FileContent(
-        format=older_unless(shared=any(state.plan for state in units.values())),
+        format=FILE_FORMAT,
         rank=rank,
         global_step=global_step,
         epoch=epoch,

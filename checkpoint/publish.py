@@ -38,7 +38,7 @@ NO_RANK = -1
 
 TABLES_BYTES_MAX = 1 << 20
 """Up to here the tables of all parts are gathered in the manifest: some 4000 tensors, decoded in less than 0.1 s. What
-has more leaves them in its parts (version 2), so that neither publication nor a look for the newest waits for them."""
+has more leaves them in its parts, so that neither publication nor a look for the newest waits for them."""
 
 Progress = Callable[[], None]
 """Told that the work has come further, so that whoever waits knows it from one that hangs."""

@@ -23,7 +23,7 @@ from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planne
 from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.checkpoint.versions import older_unless
+from lastwords.checkpoint.versions import FILE_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
 
 SUFFIX = ".ckpt"
@@ -127,7 +127,7 @@ def _write_rank(
     plans = planned(saved, holding, _same)
     moment = source.moment
     content = FileContent(
-        format=older_unless(shared=False),
+        format=FILE_FORMAT,
         rank=rank,
         world_size=strategy.world_size,
         global_step=moment.global_step,

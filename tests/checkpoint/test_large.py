@@ -1,4 +1,4 @@
-"""Format version 2: the tables of a large checkpoint stay in its parts, and readers open what they need."""
+"""The tables of a large checkpoint stay in its parts, and readers open what they need."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save_many(root: Path, ranks: int, tensors: int = 3, step: int = 1) -> Path:
 def test_what_is_in_a_large_checkpoint_comes_back(tmp_path: Path) -> None:
     path = JOB.save(tmp_path, 37)
     content = json.loads((path / "manifest.json").read_bytes())
-    assert content["format_version"] == 2
+    assert content["tables_in_parts"]
     assert content["units"] == {"a": {"writer": 0}, "bb": {"writer": 1}}
     assert sorted(item.name for item in (path / "rank_1").iterdir()) == ["part.json", "ttp_rank_1-4_7.ckpt"]
     assert load.latest(tmp_path) == path
@@ -67,11 +67,11 @@ def test_what_is_in_a_large_checkpoint_comes_back(tmp_path: Path) -> None:
     assert content_of(path) == content_written(JOB, 37)
 
 
-def test_both_versions_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_places_of_the_tables_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = read_manifest(JOB.save(tmp_path / "large", 37))
     monkeypatch.setattr(publish, "TABLES_BYTES_MAX", 1 << 20)
     small = read_manifest(JOB.save(tmp_path / "small", 37))
-    assert (large.format_version, small.format_version) == (2, 1)
+    assert (large.tables is None, small.tables is None) == (False, True)
     assert dict(large.units) == dict(small.units)
     assert dict(large.locals) == dict(small.locals)
     assert large.local_reasons == small.local_reasons
@@ -81,7 +81,7 @@ def test_both_versions_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [large.with_chunks(entry) for entry in large.files] == list(small.files)
 
 
-def test_a_manifest_of_version_2_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_without_tables_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = JOB.save(tmp_path, 37) / "manifest.json"
     manifest = read_manifest(path.parent)
     assert manifest.encode() == path.read_bytes()

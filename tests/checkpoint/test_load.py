@@ -103,12 +103,12 @@ def _truncate(path: Path, size: int) -> None:
 def _manifest_of_a_newer_format(directory: Path) -> None:
     content = json.loads((directory / "manifest.json").read_bytes())
     del content["checksum"]
-    (directory / "manifest.json").write_bytes(encode_document({**content, "format_version": 5}))
+    (directory / "manifest.json").write_bytes(encode_document({**content, "format_version": 2}))
 
 
 def _file_of_a_newer_format(directory: Path) -> None:
     raw = (directory / FILE_0).read_bytes()
-    (directory / FILE_0).write_bytes(raw.replace(b'\\"format\\":1', b'\\"format\\":3'))
+    (directory / FILE_0).write_bytes(raw.replace(b'\\"format\\":1', b'\\"format\\":2'))
 
 
 DEFECTS: dict[str, tuple[Damage, type[CheckpointError]]] = {

@@ -719,7 +719,7 @@ def test_a_newer_part_is_refused_with_the_word_upgrade(tmp_path: Path) -> None:
     path = directory / "rank_1/part.json"
     content = json.loads(path.read_text())
     del content["checksum"]
-    path.write_bytes(encode_document({**content, "format_version": 3}))
+    path.write_bytes(encode_document({**content, "format_version": 2}))
     [(rank, text)] = JOB.verify(directory, 37)
     assert rank == 1
     golden.says(text)

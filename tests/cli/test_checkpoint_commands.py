@@ -320,7 +320,7 @@ def test_a_newer_format_is_told_to_upgrade(capsys: Capture, newest: Path) -> Non
 
     content = json.loads((newest / "manifest.json").read_bytes())
     del content["checksum"]
-    (newest / "manifest.json").write_bytes(encode_document({**content, "format_version": 5}))
+    (newest / "manifest.json").write_bytes(encode_document({**content, "format_version": 2}))
     code, _, err = run(capsys, "inspect", newest)
     assert code == ExitCode.DAMAGED
     golden.says(err)

@@ -345,7 +345,7 @@ LATE: dict[str, tuple[Callable[[Path], object], str]] = {
 """What may happen to a writer's directory after it was verified, and what is said of it."""
 
 
-@pytest.mark.parametrize("tables_bytes_max", [publish.TABLES_BYTES_MAX, 0], ids=["version 1", "version 2"])
+@pytest.mark.parametrize("tables_bytes_max", [publish.TABLES_BYTES_MAX, 0], ids=["in the manifest", "in the parts"])
 @pytest.mark.parametrize("defect", LATE)
 def test_what_was_lost_after_it_was_verified_is_not_published(
     answers: Answers,

@@ -49,7 +49,8 @@ from tests.checkpoint.elastic import QUICK, random_strategy, random_whole, save_
 from tests.checkpoint.states import published
 
 FORGERIES = int(os.environ.get("LASTWORDS_FORGERIES", "10"))
-"""Of each kind of checkpoint and version: up to 0.15 s each. More of them to look for what these do not meet."""
+"""Of each kind of checkpoint, with its tables in either place: up to 0.15 s each. More of them to look for what these
+do not meet."""
 
 
 class Live:
@@ -178,7 +179,7 @@ def forge(path: Path, draw: random.Random, parts: tuple[str, ...]) -> str:
     """Rewrites the manifest, or a part and the manifest that has its checksum."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     manifest.pop("checksum")
-    if manifest["format_version"] == 2 and draw.random() < 0.9:
+    if manifest["tables_in_parts"] and draw.random() < 0.9:
         place = draw.randrange(len(manifest["files"]))
         file = path / Path(manifest["files"][place]["path"]).parent / "part.json"
         part = json.loads(file.read_bytes())
@@ -188,9 +189,7 @@ def forge(path: Path, draw: random.Random, parts: tuple[str, ...]) -> str:
         file.write_bytes(raw)
         manifest["files"][place] |= {"part_bytes": len(raw), "part_sum": xxhash.xxh3_64_hexdigest(raw)}
     else:
-        manifest, what = forged(
-            manifest, draw, parts if manifest["format_version"] == 1 else ("units", "locals", "facts")
-        )
+        manifest, what = forged(manifest, draw, ("units", "locals", "facts") if manifest["tables_in_parts"] else parts)
     (path / "manifest.json").write_bytes(encode_document(manifest))
     return what
 
@@ -243,20 +242,20 @@ def use(root: Path, path: Path, live: Live) -> list[str]:
 MAKERS = {"pure": lambda root: Live().save(root), "sharded": sharded, "moved": moved}
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_forged_manifest_ends_in_an_error_of_ours(
-    tmp_path: Path, kind: str, version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if version == 2:
+    if in_parts:
         monkeypatch.setattr(publish, "TABLES_BYTES_MAX", 0)
     sound = MAKERS[kind](tmp_path / "sound")
-    assert json.loads((sound / "manifest.json").read_bytes())["format_version"] == version
+    assert json.loads((sound / "manifest.json").read_bytes())["tables_in_parts"] == in_parts
     root = tmp_path / "forged"
     path, found = root / sound.name, []
     assert load.verify(sound) == []
     for seed in range(FORGERIES):
-        draw = random.Random(f"{kind}/{version}/{seed}")
+        draw = random.Random(f"{kind}/{in_parts}/{seed}")
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(sound, path)
         what = forge(path, draw, ("meta", "facts") if seed % 4 else ("units", "locals", "facts", "files"))
