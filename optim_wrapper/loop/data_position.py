@@ -96,7 +96,7 @@ def loader_facts(loader: Any) -> LoaderFacts:
 def generators(loader: Any) -> dict[str, torch.Generator]:
     """The torch generators that a loader draws from, each once, by where they are."""
     found = Walk({"loader": loader}, {}).generators
-    return {name: one.generator for name, one in found.items() if isinstance(one.generator, torch.Generator)}
+    return {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -38,6 +38,7 @@ from lastwords.optim_wrapper.state.object_walk import (
     Walk,
     content_of,
     fill,
+    form_of,
     is_attribute,
     own_of,
 )
@@ -386,6 +387,14 @@ def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:
     return {path: one for path, one in every.items() if (path.partition(".")[0] == LOADER) is of_loader}
 
 
+def _is_inside(path: str, cell: str) -> bool:
+    """
+    >>> _is_inside("model.a[0]", "model.a"), _is_inside("model.ab", "model.a"), _is_inside("saved", "model.a")
+    (True, False, False)
+    """
+    return path.startswith(cell) and path[len(cell) : len(cell) + 1] in ("", "[", ".")
+
+
 def differing(one: bytes, other: bytes) -> str:
     """Names of what the first of two documents has otherwise than the second, or lacks; empty if there is none."""
     if one == other or not other:
@@ -497,7 +506,13 @@ class _Putting:
         elif key == CONTENT:
             fill(holder, whole)
         else:
-            own[key] = into(live, whole, self._there_already)
+            here = f"{path}.{key}"
+
+            def is_foreign(one: Any) -> bool:
+                home = self._walk.home(one)
+                return home != "" and not _is_inside(home, here)
+
+            own[key] = into(live, whole, self._there_already, is_foreign)
             self._walk.see(path, key)
 
     def _filled(self, live: Any, value: Any) -> Any:
@@ -539,6 +554,10 @@ class _Putting:
             tensor = self._saved[place.path]
             return tensor if not place.kind else id(tensor) if place.kind == ID else local_of(tensor).data_ptr()
         if place.path:
+            base = self._walk.tensors.get(place.path)
+            if base is not None and place.kind == form_of(base):
+                self._there_already.add(id(base))
+                return base
             found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
             if found is not None and place.kind == ID:
                 return id(found)
@@ -548,7 +567,7 @@ class _Putting:
             ):
                 self._there_already.add(id(found))
                 return found
-        elif place == self._walk.told(live, "", 0):
+        if place == self._walk.told(live, "", 0):
             return live
         self._missing = f"a {place.kind}"
         return None

@@ -63,7 +63,7 @@ _DEPTH_MAX = 24
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES = frozenset({list, tuple, deque})
-_CONTENTS: tuple[Any, ...] = (list, deque, dict)
+_CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict)
 _DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 GENERATORS = (
     torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
@@ -152,6 +152,8 @@ class Walk:
         self.objects: dict[str, Any] = {}
         """By their paths."""
         self.containers: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {}
+        """Tensors and arrays, by the paths at which their memory was met first."""
         self.generators: dict[str, Any] = {}
         """By their paths; each once."""
         self.code: list[tuple[str, Any]] = []
@@ -164,6 +166,7 @@ class Walk:
         self._drawn: set[int] = set()
         self._paths: dict[int, str] = {}
         self._containers: dict[int, str] = {}
+        self._memory: dict[int, str] = {}
         self._origin: dict[str, tuple[str, str]] = {}
         self._at = "", ""
         self._queue: deque[tuple[str, Any]] = deque()
@@ -283,7 +286,7 @@ class Walk:
             large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
             return Place("", f"{kind.__name__} of {len(value)} characters") if large else value
         if issubclass(kind, torch.Tensor):
-            return self._tensor(value)
+            return self._tensor(value, path)
         if kind in _SEQUENCES or kind in _DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
         if issubclass(kind, GENERATORS):
@@ -297,6 +300,8 @@ class Walk:
             return CODE
         if issubclass(kind, enum.Enum):
             return Place("", f"{_kind(value)}.{own_of(value)['_name_']}")
+        if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
+            return place
         if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
             return Place("", f"numpy.ndarray of {value.shape} {_sampled(value)}")
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
@@ -321,15 +326,34 @@ class Walk:
         name = self._pointers.get(value)
         return value if name is None else Place(name, DATA_PTR)
 
-    def _tensor(self, tensor: torch.Tensor) -> Any:
+    def _elsewhere(self, value: Any, path: str) -> Place | None:
+        """What is told of a tensor or an array that lies in memory which was met before, or is saved by its name."""
+        at = _memory_of(value)
+        if at in self._storages:
+            return Place("", "a view of a tensor that is saved")
+        met = self._memory.setdefault(at, path) if at and path else path
+        if met != path:
+            return Place(met, form_of(value))
+        if at:
+            self.tensors[path] = value
+            self._origin.setdefault(path, self._at)
+        return None
+
+    def home(self, value: Any) -> str:
+        """Where a tensor's or an array's memory, or a container, was met first; "saved" if it is saved by its name."""
+        at = _memory_of(value)
+        if not at:
+            return self._containers.get(id(value), "")
+        return "saved" if id(value) in self._saved or at in self._storages else self._memory.get(at, "")
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         name = self._saved.get(id(tensor))
         if name is not None:
             return Place(name, "")
         if problem_of(tensor):
             return Place("", _kind(tensor))
-        if tensor.nbytes and tensor.untyped_storage().data_ptr() in self._storages:
-            return Place("", "a view of a tensor that is saved")
-        return tensor
+        place = self._elsewhere(tensor, path)
+        return tensor if place is None else place
 
     def _container(self, value: Any, kind: type[Any], path: str, depth: int) -> Any:
         if depth > _DEPTH_MAX:
@@ -459,6 +483,28 @@ class Beyond(Walk):
             self._at = at
 
 
+def form_of(value: Any) -> str:
+    """Which part of its memory a tensor or an array is."""
+    if issubclass(type(value), np.ndarray):
+        at = value.__array_interface__["data"][0] - _memory_of(value)
+        return f"memory {value.dtype} {value.shape} {value.strides} at {at}"
+    local = local_of(value)
+    return f"memory {local.dtype} {tuple(local.shape)} {local.stride()} at {local.storage_offset()}"
+
+
+def _memory_of(value: Any) -> int:
+    """Where the memory begins that a tensor or an array lies in, with all of its views; 0 if there is none."""
+    kind = type(value)
+    while issubclass(kind, np.ndarray) and issubclass(type(value.base), np.ndarray | torch.Tensor):
+        value = value.base
+        kind = type(value)
+    if issubclass(kind, np.ndarray):
+        return int(value.__array_interface__["data"][0]) if value.nbytes else 0
+    if not issubclass(kind, torch.Tensor) or problem_of(local := local_of(value)):
+        return 0
+    return local.untyped_storage().data_ptr() if local.nbytes else 0
+
+
 def _paths_in(told: Any) -> Iterator[str]:
     """Where what is told leads to."""
     kind = type(told)
@@ -569,7 +615,7 @@ def content_of(one: Any) -> Any:
     """The items of an object that is a list, a deque or a dict as well, whatever its class does when it is asked."""
     for kind in _CONTENTS:
         if issubclass(type(one), kind):
-            return dict(dict.items(one)) if kind is dict else [*kind.__iter__(one)]
+            return kind(kind.items(one)) if issubclass(kind, dict) else [*kind.__iter__(one)]
     return GONE
 
 
@@ -577,7 +623,7 @@ def fill(one: Any, content: Any) -> None:
     """Make these the items of such an object."""
     kind = next(kind for kind in _CONTENTS if issubclass(type(one), kind))
     kind.clear(one)
-    (dict.update if kind is dict else kind.extend)(one, content)  # type: ignore[attr-defined]
+    (kind.update if issubclass(kind, dict) else kind.extend)(one, content)
 
 
 def _has(kind: type[Any], *names: str) -> bool:

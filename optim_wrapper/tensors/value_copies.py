@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -121,25 +121,42 @@ def _text(value: Any) -> str:
 
 
 def overwrite_values(
-    target: dict[Any, Any], value: dict[Any, Any], *, keep: bool = False, whole: Container[int] = ()
+    target: dict[Any, Any],
+    value: dict[Any, Any],
+    *,
+    keep: bool = False,
+    whole: Container[int] = (),
+    is_foreign: Callable[[Any], bool] | None = None,
 ) -> None:
     """Make `target` equal to `value`, order included; tensors, generators and dicts in it stay the same objects.
 
-    keep: what is not in `value` was left out of it, and stays. whole: see `into`.
+    keep: what is not in `value` was left out of it, and stays. whole, is_foreign: see `into`.
     """
-    made = {key: into(target.get(key), item, whole) for key, item in value.items()}
+    made = {key: into(target.get(key), item, whole, is_foreign or _nobody) for key, item in value.items()}
     kept = {key: item for key, item in target.items() if keep and key not in made}
     target.clear()
     target.update(made | kept)
 
 
-def into(here: Any, item: Any, whole: Container[int] = ()) -> Any:
-    """`item`, as the object `here` if that can take it over. whole: ids of what is to stand there itself."""
+def _nobody(here: Any) -> bool:
+    """Nothing belongs to anything else."""
+    return False
+
+
+def into(here: Any, item: Any, whole: Container[int] = (), is_foreign: Callable[[Any], bool] = _nobody) -> Any:
+    """`item`, as the object `here` if that can take it over.
+
+    whole: ids of what is to stand there itself. is_foreign: whether an object belongs to something else as well, which
+    is not to be written by the way.
+    """
     kind = type(item)
     if id(item) in whole:
         return item
+    if is_foreign(here):
+        return here if _same(here, item) else item
     if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
         alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
+        alike = alike and not (here.layout is torch.strided and here.numel() and 0 in here.stride())  # expand()
         if alike and here.layout is torch.strided and here is not item:
             with writing(here):
                 here.copy_(item)
@@ -152,11 +169,11 @@ def into(here: Any, item: Any, whole: Container[int] = ()) -> Any:
         return item
     elif kind in DICTS:
         if kind is not defaultdict or here.default_factory is item.default_factory:
-            overwrite_values(here, item, whole=whole)
+            overwrite_values(here, item, whole=whole, is_foreign=is_foreign)
             return here
     elif kind is list or (kind is deque and here.maxlen == item.maxlen):
         olds = [*here] if len(here) == len(item) else [None] * len(item)
-        items = [into(old, one, whole) for old, one in zip(olds, item, strict=True)]
+        items = [into(old, one, whole, is_foreign) for old, one in zip(olds, item, strict=True)]
         here.clear()
         here.extend(items)
         return here
@@ -171,6 +188,13 @@ def into(here: Any, item: Any, whole: Container[int] = ()) -> Any:
         here[...] = item
         return here
     return item
+
+
+def _same(here: Any, item: Any) -> bool:
+    try:
+        return not advance(here, item)[1]
+    except (UnstorableError, RecursionError):
+        return False
 
 
 def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import threading
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -67,6 +67,10 @@ class Buffer(list[int]):
 
     def __iter__(self) -> Any:
         raise AssertionError("the user's code was run")
+
+
+class Recent(OrderedDict[str, int]):
+    """A cache."""
 
 
 class Table(dict[str, int]):
@@ -179,6 +183,60 @@ def test_an_array_is_written_into_and_an_alias_stays_one() -> None:
     watch.look()
     again = resumed(watch, made(weights=weights, seen=[], also=None, two=[[], []]))
     assert again.two[0] is again.two[1] is again.seen
+
+
+def test_what_belongs_to_something_else_as_well_is_not_written_by_the_way() -> None:
+    """A constructor's alias or view of a parameter, which the loop has replaced by values of its own."""
+
+    def build() -> Any:
+        net = made()
+        net.anchor, net.old = net.layer.weight.detach(), [*net.layer.parameters()]
+        net.array, net.mean = net.layer.bias.detach().numpy(), torch.zeros(4)
+        net.start, net.head, net.first, net.wide = net.mean, net.mean[:2], [], torch.zeros(1).expand(3)
+        net.second = net.first
+        return net
+
+    net, again = build(), build()
+    watch = watched(net)
+    net.anchor, net.old = net.anchor.clone() + 1, [one.detach().clone() + 1 for one in net.old]
+    net.array, net.mean, net.head = net.array + 1, net.mean + 1, net.head + 2
+    net.second, net.wide = [3], net.wide + 1
+    watch.look()
+    before = [one.detach().clone() for one in again.parameters()]
+    resumed(watch, again)
+    assert all(map(torch.equal, before, again.parameters()))
+    assert torch.equal(again.anchor, net.anchor)
+    assert all(map(torch.equal, again.old, net.old))
+    assert again.array.tolist() == net.array.tolist()
+    for one in (net, again):
+        assert [one.mean.tolist(), one.start.tolist(), one.head.tolist()] == [[1] * 4, [0] * 4, [2] * 2]
+    assert (again.first, again.second, again.wide.tolist()) == ([], [3], [1] * 3)
+
+
+def test_an_alias_of_a_tensor_stays_one_and_a_view_of_a_parameter_is_no_value() -> None:
+    net, again = made(), made()
+    for one in (net, again):
+        one.mean = one.also = torch.zeros(2)
+        one.view, one.tensor_view = one.layer.bias.detach().numpy(), one.layer.bias.detach()
+    watch = watched(net)
+    with torch.no_grad():
+        net.mean += 1
+        net.layer.bias += 1
+    watch.look()
+    assert everything(watch).values["model"].keys() == {"mean"}
+    mean = again.mean
+    resumed(watch, again)
+    assert again.mean is again.also is mean
+    assert mean.tolist() == [1, 1]
+
+
+def test_an_ordered_dict_of_ones_own_keeps_its_order() -> None:
+    net, again = made(it=Recent(a=1, b=2)), made(it=Recent(a=1, b=2))
+    watch = watched(net)
+    net.it.move_to_end("a")
+    net.it["c"] = 3
+    watch.look()
+    assert [*resumed(watch, again).it.items()] == [("b", 2), ("a", 1), ("c", 3)]
 
 
 @pytest.mark.parametrize(("kind", "make", "move"), [
