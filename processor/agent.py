@@ -27,6 +27,7 @@ from lastwords.processor.writers import Writers
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     Exit,
+    Goodbye,
     Hello,
     Order,
     PeerDied,
@@ -68,6 +69,7 @@ class Agent:
         self._closed, self._in_our_hands = False, 0
         self._whereabouts, self.work = Whereabouts(threading.get_ident()), StepWork()
         self._status_sent: Status | None = None
+        self._goodbye: Goodbye | None = None  # to be said once nothing is written here any more
         self._pulse: threading.Thread | None = None
 
     # ------------------------------------------------------------------ life
@@ -85,6 +87,10 @@ class Agent:
             self._closed = True
             self._condition.notify_all()
         if self._session is not None:
+            if self._goodbye is not None:
+                self._writers.wait(timeout_s)
+                with self._condition:
+                    self._say_goodbye()
             self._session.close(timeout_s)
         if self._pulse is not None and threading.current_thread() is not self._pulse:
             self._pulse.join(timeout_s)
@@ -321,6 +327,9 @@ class Agent:
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
+            case events.SendReport(Goodbye() as report) if self._core.released:
+                self._goodbye = report
+                self._say_goodbye()
             case events.SendReport(report):
                 self.report(report)
             case events.SayHello():
@@ -340,6 +349,13 @@ class Agent:
                 self._whereabouts.show(text, self._core.rank, self._core.generation, self.report)
             case events.Wake() | events.Released():
                 self._condition.notify_all()
+
+    def _say_goodbye(self) -> None:
+        """After the last one the controller removes what has not become a checkpoint, and ends: what a writer makes
+        from then on would stay."""
+        if self._goodbye is not None and not self._writers.busy:
+            goodbye, self._goodbye = self._goodbye, None
+            self.report(goodbye)
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
         """With the lock: this process has to end. Parked, the training thread ends it; stuck, this thread does."""
@@ -414,6 +430,7 @@ class Agent:
             if due_s is not None and due_s <= now_s:
                 core.handle(events.Tick(), now_s)
                 self._settle_calls()
+            self._say_goodbye()
             stand, asks = core.stand, core.asks
         if self._session is not None:
             self._session.look(asks, now_s)

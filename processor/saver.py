@@ -118,10 +118,10 @@ class SaveJob:
         """Whether it reads and writes nothing any more."""
         return self._over.is_set()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended; a cancelled one ends at its next chunk."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         if self.order.incident == PERIODIC:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from lastwords import clock
 from lastwords.errors import UnavailableError
 from lastwords.processor.copied_state import CopiedState, CopyMemory
 from lastwords.processor.events import Event, SaveErrored, SaveFinished, SaveProgressed
@@ -61,6 +62,17 @@ class Writers:
         job = self._behind if incident == PERIODIC else self._in_incident
         if job is not None:
             job.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether one still reads or writes; a cancelled one does until its next chunk."""
+        return not all(job is None or job.ended for job in (self._in_incident, self._behind))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for both to end, not longer than `timeout_s`: a file system may hang."""
+        deadline_mono_s = clock.mono_s() + timeout_s
+        for job in filter(None, (self._in_incident, self._behind)):
+            job.wait(max(deadline_mono_s - clock.mono_s(), 0.0))
 
     def _job(self, order: Save, stand: Stand, spec: SaverSpec, after: SaveJob | None) -> SaveJob:
         job = SaveJob(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lastwords.checkpoint import part
+from lastwords.errors import StorageError
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
-from lastwords.processor.saver import SaverSpec
+from lastwords.processor.saver import Position, SaverSpec
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
     Freeze,
+    Goodbye,
     Left,
     LoopBegin,
     LoopGo,
@@ -57,12 +62,45 @@ class Heard:
     def close(self, timeout_s: float) -> None:
         pass
 
+    def heard(self, kind: type[Report]) -> list[Report]:
+        return [report for report in self.reports if isinstance(report, kind)]
 
-def in_a_loop(session: Heard | None = None, departure: Departure | None = None) -> Agent:
-    unused: Any = None
-    session = session or Heard()
-    saver = SaverSpec(0, "job", (), unused)
-    session.agent = agent = Agent(ProcessorCore(0, 1, 0), unused, saver, departure or Departure(0))
+
+class Held:
+    """A rank without state, whose writer waits for `go_on` before it makes its directory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writing, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(part, "write_part", self._write_part)
+
+    def _write_part(self, *arguments: object, **settings: object) -> None:
+        self.writing.set()
+        assert self.go_on.wait(30.0)
+        raise StorageError("enough")
+
+    def position(self, step: int) -> Position:
+        return Position(1, step)
+
+    def unit_state(self, unit: str, step: int, stand: Stand) -> part.UnitState:
+        raise AssertionError(unit)
+
+    def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, part.LocalState]:
+        return {rank: part.LocalState([]) for rank in ranks}
+
+    def facts(self, step: int) -> dict[str, Any]:
+        return {}
+
+
+UNUSED: Any = None
+
+
+def in_a_loop(
+    session: Heard | None = None,
+    departure: Departure | None = None,
+    saver: SaverSpec | None = None,
+) -> Agent:
+    session, saver = session or Heard(), saver or SaverSpec(0, "job", (), UNUSED)
+    session.agent = agent = Agent(ProcessorCore(0, 1, 0), UNUSED, saver, departure or Departure(0))
     agent.start(session)
     agent.on_session_up()
     agent.on_order(Welcome(1, 0, 1))
@@ -114,6 +152,28 @@ def test_a_part_for_which_no_thread_can_be_started_has_failed_for_now() -> None:
     golden.says(failed.reason)
     agent.on_order(Save(1, 1, 2, 1, ("u",), (0,), 0, "chosen again"))
     assert agent.wait_until(lambda: any(getattr(one, "attempt", 0) == 2 for one in session.reports), 30.0)
+    agent.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_nobody_says_goodbye_while_its_writer_may_still_make_a_directory(
+    closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last goodbye ends the controller, which removes what has not become a checkpoint."""
+    session, held = Heard(), Held(monkeypatch)
+    agent = in_a_loop(session, saver=SaverSpec(0, "job", (tmp_path,), held))
+    session.answers |= {Left: Save(1, 0, 1, 0, (), (0,), 0, "due")}
+    left = threading.Thread(target=agent.left)
+    left.start()
+    assert held.writing.wait(30.0)
+    agent.on_order(Release(1))
+    left.join(30.0)
+    assert not left.is_alive()
+    assert not session.heard(Goodbye)
+    held.go_on.set()
+    if closes:
+        agent.close(30.0)
+    assert agent.wait_until(lambda: bool(session.heard(Goodbye)), 30.0)
     agent.close()
 
 
