@@ -15,11 +15,11 @@ import torch
 import xxhash
 
 from lastwords import clock
-from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype
 from lastwords.optim_wrapper.capture.witness import StateName
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, writing
-from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
+from lastwords.processor.black_box import RegionCopy
 from lastwords.torch_private import foreach_copy
 
 _log = logging.getLogger(__name__)
@@ -35,34 +35,37 @@ PREFIX = "model/"
 
 
 class BoundaryCopies:
-    """A `Capture` for the parameters among them; `take` and `at` are for all. Training thread, except `at`."""
+    """Keeps them in host memory for the writer, and small parameters in `tensors` too. Training thread, except `at`."""
 
-    def __init__(self) -> None:
-        self._tensors: dict[StateName, torch.Tensor] = {}
+    def __init__(self, tensors: BoxTensors | None = None) -> None:
+        self.tensors = tensors or BoxTensors()
+        self._live: dict[StateName, torch.Tensor] = {}
         self._host: dict[StateName, torch.Tensor] = {}
         self._resized: set[StateName] = set()
         self._step = -1
-        self._frozen: dict[StateName, bool] = {}
-        self._boxed: dict[StateName, RegionSpec] = {}
-        self._targets: dict[int, dict[StateName, torch.Tensor]] = {}
-        self._box: BlackBox | None = None
         self._untold: list[StateName] = []
 
     def __contains__(self, name: StateName) -> bool:
-        return name in self._tensors
+        return name in self._live
 
     def __bool__(self) -> bool:
-        return bool(self._tensors)
+        return bool(self._live)
 
     @property
     def names(self) -> list[StateName]:
         """Names of all."""
-        return [*self._tensors]
+        return [*self._live]
+
+    @property
+    def _boxed(self) -> dict[StateName, Kept]:
+        every = self.tensors.of_kind(PREFIX).items()
+        return {StateName("model", name): kept for name, kept in every if not kept.given_up}
 
     @property
     def unboxed(self) -> list[StateName]:
         """Names of those that no black box has: they have to be the same on every rank."""
-        return [name for name in self._tensors if name not in self._boxed]
+        boxed = self._boxed
+        return [name for name in self._live if name not in boxed]
 
     def own(self) -> frozenset[str]:
         """Names of the parameters that each rank has for itself."""
@@ -71,51 +74,50 @@ class BoundaryCopies:
     @property
     def late(self) -> list[StateName]:
         """Names of those that only a black box's committed copies have."""
-        return [name for name in self._boxed if not self._frozen[name]]
+        return [name for name, kept in self._boxed.items() if kept.region.committed_only]
 
-    def add(self, tensors: Mapping[StateName, torch.Tensor], frozen: Callable[[StateName], bool]) -> bool:
-        """Copy these as well from now on. Returns whether the black box has to be made anew, with room for them."""
-        known = self._tensors.keys() | self._resized
+    def add(self, tensors: Mapping[StateName, torch.Tensor], frozen: Callable[[StateName], bool]) -> None:
+        """Copy these as well from now on."""
+        known = self._live.keys() | self._resized
         new = {name: tensor for name, tensor in tensors.items() if name not in known}
-        before = len(self._boxed)
+        room = BOX_BYTES_MAX - sum(kept.region.nbytes for kept in self._boxed.values())
         for name, tensor in new.items():
-            self._tensors[name] = tensor
-            self._frozen[name] = frozen(name)
-            code = region_dtype(tensor.dtype)
-            room = BOX_BYTES_MAX - sum(region.nbytes for region in self._boxed.values())
-            if name.kind == "model" and code and tensor.nbytes <= min(BOX_EACH_BYTES_MAX, room):
-                shape, late = tuple(tensor.shape), not self._frozen[name]
-                self._boxed[name] = RegionSpec(PREFIX + name.name, code, shape, lazy=True, committed_only=late)
+            self._live[name] = tensor
+            small = region_dtype(tensor.dtype) and tensor.nbytes <= min(BOX_EACH_BYTES_MAX, room)
+            if name.kind == "model" and small:
+                late = not frozen(name)  # else no update changes it
+                region = PREFIX + name.name
+                self.tensors.add(Kept(region, f"the {name}", self._live, name, late=late, optional=True, alone=True))
+                room -= tensor.nbytes
         self._untold += new
-        return len(self._boxed) != before
 
     def follow(self, tensor_of: Callable[[StateName], torch.Tensor | None]) -> None:
         """Tensors may have been replaced by others; what is gone, or has another form, is copied no more."""
-        for name in [*self._tensors]:
+        for name in [*self._live]:
             tensor = tensor_of(name)
-            if tensor is self._tensors[name]:
+            if tensor is self._live[name]:
                 continue
-            if tensor is None or not _same_form(tensor, self._tensors[name]):
+            if tensor is None or not _same_form(tensor, self._live[name]):
                 self._leave_out(name)
                 continue
-            self._tensors[name] = tensor
+            self._live[name] = tensor
 
     def _leave_out(self, name: StateName) -> None:
-        del self._tensors[name]
+        del self._live[name]
         self._host.pop(name, None)
-        if self._boxed.pop(name, None) is not None and self._box is not None:
-            self._box.deactivate(PREFIX + name.name)
+        if name.kind == "model":
+            self.tensors.remove(PREFIX + name.name)
 
     # ------------------------------------------------------------------ host memory
 
     def take(self, step: int) -> None:
         """All of them, as they are at the end of `step`."""
         self._step = -1
-        mine = self._tensors
-        for name in [name for name, host in self._host.items() if not _same_form(host, mine[name])]:
+        live = self._live
+        for name in [name for name, host in self._host.items() if not _same_form(host, live[name])]:
             self._leave_out(name)  # `resize_` has given it another form, and will again: it is named, not copied
             self._resized.add(name)
-        tensors = {name: tensor for name, tensor in mine.items() if not problem_of(tensor)}
+        tensors = {name: tensor for name, tensor in live.items() if not problem_of(tensor)}
         for name in self._host.keys() - tensors.keys():
             del self._host[name]  # freed for now: it is named if it is to be saved
         if not tensors:
@@ -145,11 +147,11 @@ class BoundaryCopies:
         """
         if self._step != step:
             return {}
-        same = {name: host for name, host in self._host.items() if _same_form(host, self._tensors[name])}
+        same = {name: host for name, host in self._host.items() if _same_form(host, self._live[name])}
         return {name: memory for name, host in same.items() if (memory := bytes_of(host)) is not None}
 
     def _tell(self, took_s: float) -> None:
-        nbytes = sum(self._tensors[name].nbytes for name in self._untold if name in self._tensors)
+        nbytes = sum(self._live[name].nbytes for name in self._untold if name in self._live)
         which = f"the {self._untold[0]}" + (f" and {len(self._untold) - 1} more" if len(self._untold) > 1 else "")
         self._untold = []
         _log.log(
@@ -162,63 +164,22 @@ class BoundaryCopies:
             took_s * 1e3,
         )
 
-    # ------------------------------------------------------------------ black box (Capture)
-
-    @property
-    def regions(self) -> tuple[RegionSpec, ...]:
-        """What each copy needs room for."""
-        return tuple(self._boxed.values())
-
-    def bind(self, box: BlackBox) -> None:
-        """Prepare the captures into each step slot of `box`; what finds no room there is kept in host memory alone."""
-        self._box = box
-        self._targets = {slot: {} for slot in box.step_slots}
-        for name, region in [*self._boxed.items()]:
-            try:
-                box.activate(region.name)
-            except StorageError as error:
-                _log.warning("the %s is assumed to be the same on every rank: %s", name, error)
-                box.deactivate(region.name)
-                del self._boxed[name]
-                continue
-            for slot, targets in self._targets.items():
-                view = torch.frombuffer(box.region(slot, region.name), dtype=self._tensors[name].dtype)
-                targets[name] = view.reshape(region.shape)
-
-    def refresh(self) -> None:
-        """Nothing has to be looked at before a copy."""
-
-    def capture(self, slot: int) -> None:
-        """Take them into an open slot; a tentative copy has only what no update changes."""
-        if not self._boxed or self._box is None:
-            return
-        early = self._box.open_kind is SlotKind.TENTATIVE
-        targets = self._targets[slot]
-        names = [name for name in self._boxed if name in targets and (self._frozen[name] or not early)]
-        if names := [name for name in names if not problem_of(self._tensors[name])]:
-            with torch.inference_mode():
-                foreach_copy([targets[name] for name in names], [self._tensors[name] for name in names])
-
-    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+    def restore(self, regions: Mapping[str, RegionCopy]) -> None:
         """Put this rank's own back into tensors that were `add`ed; other regions are ignored.
 
         Raises MismatchError, before anything is changed, for one of another form.
         """
-        saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
-        here = {name.name: tensor for name, tensor in self._tensors.items() if name.kind == "model"}
+        here = {kept: regions[kept.name] for kept in self.tensors.of_kind(PREFIX).values() if kept.name in regions}
         different = {
-            name: f"saved {copy.dtype} {tuple(copy.shape)}, here {_stored_form(here[name])}"
-            for name, copy in saved.items()
-            if name in here and (copy.dtype, tuple(copy.shape)) != _stored_form(here[name])
+            kept.name.removeprefix(PREFIX): f"saved {copy.dtype} {tuple(copy.shape)}, here {kept.region.dtype} "
+            f"{kept.region.shape}"
+            for kept, copy in here.items()
+            if not kept.fits(copy)
         }
         if different:
             raise MismatchError(f"saved parameters do not match this model: {different}", different=different)
-        for name, copy in saved.items():
-            if name in here:
-                data = torch.frombuffer(bytearray(copy.data), dtype=here[name].dtype).reshape(here[name].shape)
-                with writing(here[name]):
-                    here[name].copy_(data)
-        return ()
+        for kept, copy in here.items():
+            kept.write(copy)
 
 
 def names_in(regions: Iterable[str]) -> list[StateName]:
@@ -232,7 +193,3 @@ def names_in(regions: Iterable[str]) -> list[StateName]:
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
-    return region_dtype(tensor.dtype), tuple(tensor.shape)

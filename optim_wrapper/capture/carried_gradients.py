@@ -17,19 +17,21 @@ from typing import Any, cast
 
 import torch
 
-from lastwords.errors import MismatchError, StorageError
-from lastwords.optim_wrapper.capture.captured_buffer import region_dtype
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
-from lastwords.optim_wrapper.capture.zeroed_gradients import ZeroedGradients
-from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.value_copies import put_gradient
-from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.processor.black_box import RegionCopy
 from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
 
 _log = logging.getLogger(__name__)
 
 PREFIX = "grad/"
+
+ZEROED = "zeroed/gradients"
+"""Of a loop that sets gradients to zero in place: which parameters have one, a byte for each. A gradient of zeros is
+not the same as none: an optimizer passes over a parameter that has none. The values need not be kept."""
 
 BYTES_MAX = 256 << 20
 """Of all gradients together. The black box has room for four copies."""
@@ -57,7 +59,7 @@ class _AlwaysKept(GradientHabit):
 
 
 class CarriedGradients:
-    """A `Capture` of the gradients of `parameters`, by name. Training thread."""
+    """Keeps the gradients of `parameters`, by name, in `tensors`. Training thread."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class CarriedGradients:
         model: torch.nn.Module | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         extras: Sequence[Extras] = (),
-        ledger: Ledger | None = None,
+        tensors: BoxTensors | None = None,
     ) -> None:
         self._parameters_of_model = parameters
         self._extras = extras
@@ -74,7 +76,11 @@ class CarriedGradients:
         self.looks_in_backward = False
         self.habits = [GradientHabit(one, self.backward, always=len(optimizers) > 1) for one in optimizers]
         self._alone = self.habits[0] if len(self.habits) == 1 and not scalers else None
-        self.zeroed = ZeroedGradients(self._trained)
+        self.tensors = tensors or BoxTensors()
+        self._live: dict[str, torch.Tensor] = {}
+        """What the next step goes on with, and `ZEROED`."""
+        self._ordered: list[torch.Tensor] = []  # the parameters that `ZEROED` speaks of
+        self._flags = bytearray()
         self._strays = GradientHabit(cast(Any, _Strays()), self.backward)
         self._of_extras = _AlwaysKept(cast(Any, _Strays()), self.backward)
         self._of_extras.habit = Habit.KEPT
@@ -83,14 +89,7 @@ class CarriedGradients:
         self._model = model
         self._scalers = scalers
         self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
-        self._parameters: dict[str, torch.Tensor] = {}
-        self._regions: dict[str, RegionSpec] = {}
-        self._carried: list[str] = []
-        self._targets: dict[int, dict[str, torch.Tensor]] = {}
-        self._box: BlackBox | None = None
-        self._bound: set[str] = set()
         self._given_up = False
-        self.ledger = ledger or Ledger()
         self._updated = True
         self._idle: set[int] = set()
         self._idle_parameters: dict[int, GradientHabit] = {}
@@ -123,49 +122,50 @@ class CarriedGradients:
         if ended and not self._updated:
             return []  # all that there were have been carried
         reasons = []
-        if any(habit.in_doubt(ended=ended) for habit in self.habits) or (not ended and self.zeroed.stale()):
+        if any(habit.in_doubt(ended=ended) for habit in self.habits) or (not ended and self._zeroed_are_others()):
             reasons.append("gradients may have been carried from this update into the next step, and were not saved")
         if any(habit.in_doubt(ended=ended) for habit in self._every()[len(self.habits) :]):
             reasons.append("gradients of parameters without an optimizer were not saved")
         return reasons
 
-    def end_step(self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]], look: bool = False) -> bool:
-        """Which gradients the next step goes on with. Returns whether the black box has to be made anew for them.
+    def end_step(self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]], look: bool = False) -> None:
+        """Which gradients the next step goes on with.
 
         look: whether to see which parameters without an optimizer have one, and which are frozen.
         """
-        self._carried, self._updated = [], updated
+        self._carry({})
+        self._updated = updated
         self.backward.under_way = False
         if look or (self._strays_by_name and self._count != self._counted()):
             self._look()
         plain = updated and not self._strays_by_name and self._alone is not None
         if plain and self._alone is not None and self._alone.dropped_as_before():
-            return False
+            return
         skipped = bool(self._scalers) and self._scaler_has_skipped()
-        more = self._update_ended() if updated else self._look_at_zeroed()
+        if updated:
+            self._update_ended()
+        self._look_at_zeroed()
         new = self._next_ones() if updated else []
         keeping = [habit for habit in self._every() if habit.habit is Habit.KEPT or habit in new]
         if self._given_up or (updated and not self._idle and not keeping):
-            return more
+            return
         kept = {id(one) for habit in keeping for one in habit.parameters()}
         if self._model is not None and has_unreduced(self._model):
-            return self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
+            self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
+            return
         here = {**trained(), **self._strays_by_name}
         present = {name: tensor for name, tensor in here.items() if tensor.grad is not None}
         if updated:
             present = {name: one for name, one in present.items() if id(one) in kept or self._waits(one)}
-        if not present or (skipped and not self._idle and not kept):
-            return more
-        self._carried = [*present]
-        grown = self._admit(present)
-        return more or (grown and not self._given_up)
+        if present and not (skipped and not self._idle and not kept):
+            self._carry({name: one.grad for name, one in present.items() if one.grad is not None})
 
     def _next_ones(self) -> list[GradientHabit]:
         """Of the optimizers that have updated, those whose gradients are already the next update's."""
         return [habit for habit in self._every() if id(habit.optimizer) not in self._idle and habit.next_ones]
 
-    def _update_ended(self) -> bool:
-        """What the loop does with gradients that were used, as far as it shows. As `end_step` returns."""
+    def _update_ended(self) -> None:
+        """What the loop does with gradients that were used, as far as it shows."""
         for habit in self._every():
             if id(habit.optimizer) not in self._idle and habit.update_ended():
                 _log.warning(
@@ -173,13 +173,27 @@ class CarriedGradients:
                     "each step; zero_grad() of the wrapped optimizer avoids the copies"
                 )
         self.looks_in_backward = any(habit.looks for habit in self._every())
-        return self._look_at_zeroed()
 
-    def _look_at_zeroed(self) -> bool:
+    def _look_at_zeroed(self) -> None:
         zeroed = [habit for habit in self.habits if habit.habit is Habit.ZEROED]
-        if not zeroed and not self.zeroed:
-            return False
-        return self.zeroed.look([one for habit in zeroed for one in habit.parameters()], self._counted())
+        if not zeroed and ZEROED not in self._live:
+            return
+        if len(self._ordered) != self._counted():
+            self._ordered = [*self._trained().values()]
+        if len(zeroed) == len(self.habits):
+            flags = bytearray([one.grad is not None for one in self._ordered])
+        else:
+            ids = {id(one) for habit in zeroed for one in habit.parameters()}
+            flags = bytearray([id(one) in ids and one.grad is not None for one in self._ordered])
+        if len(flags) == len(self._flags):
+            self._flags[:] = flags
+        elif flags:
+            self._flags, self._live[ZEROED] = flags, torch.frombuffer(flags, dtype=torch.uint8)
+            self._keep(ZEROED, "which gradients are zero")
+
+    def _zeroed_are_others(self) -> bool:
+        """Whether others have a gradient now than at the last step's end. Any thread, while no step is computed."""
+        return any((one.grad is None) == flag for flag, one in zip(self._flags, self._ordered, strict=False))
 
     def _counted(self) -> int:
         return sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])
@@ -222,76 +236,42 @@ class CarriedGradients:
         before, self._scales = self._scales, [scaler.state_dict() for scaler in self._scalers]
         return before != self._scales
 
-    def _admit(self, present: Mapping[str, torch.Tensor]) -> bool:
-        self._parameters = dict(present)
-        regions = {}
-        for name, parameter in present.items():
-            assert parameter.grad is not None
-            local = local_of(parameter.grad)
-            code = region_dtype(local.dtype)
-            if code is None or local.layout is not torch.strided:
-                return self._give_up(f"the gradient of {name!r} ({local.dtype}, {local.layout}) cannot be captured")
-            regions[name] = RegionSpec(PREFIX + name, code, tuple(local.shape), lazy=True, committed_only=True)
-        wanted = {**self._regions, **regions}
-        nbytes = sum(region.nbytes for region in wanted.values())
+    @property
+    def carried(self) -> list[str]:
+        """Names of those that the next step goes on with."""
+        return [name.removeprefix(PREFIX) for name in self._live if name != ZEROED]
+
+    def _carry(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name in self.carried:
+            del self._live[PREFIX + name]
+        for name, gradient in gradients.items():
+            local = local_of(gradient)
+            if region_dtype(local.dtype) is None or local.layout is not torch.strided:
+                self._give_up(f"the gradient of {name!r} ({local.dtype}, {local.layout}) cannot be captured")
+                return
+        if not gradients:
+            return
+        self._live |= {PREFIX + name: gradient for name, gradient in gradients.items()}
+        for name in gradients:
+            self._keep(PREFIX + name, f"the gradient of {name!r}", late=True)
+        nbytes = sum(kept.region.nbytes for kept in self.tensors.of_kind(PREFIX).values())
         if nbytes > BYTES_MAX:
-            return self._give_up(
+            self._give_up(
                 f"{nbytes / 1e6:.0f} MB of gradients are carried from step to step, more "
                 f"than the limit of {BYTES_MAX / 1e6:.0f} MB"
             )
-        new = wanted.keys() != self._regions.keys() or any(wanted[name] != self._regions[name] for name in regions)
-        self._regions = wanted
-        return new
 
-    def _give_up(self, what: str) -> bool:
-        self.ledger.tell(f"{what}; steps(accumulate=...) ends a step with its update instead")
-        self._given_up, self._regions, self._carried = True, {}, []
-        return False
+    def _keep(self, name: str, what: str, *, late: bool = False) -> None:
+        kept = self.tensors.get(name)
+        if kept is None or kept.misfit():
+            self.tensors.add(Kept(name, what, self._live, name, late=late, optional=True, alone=late))
 
-    # ------------------------------------------------------------------ Capture
-
-    @property
-    def regions(self) -> tuple[RegionSpec, ...]:
-        """What each copy needs room for."""
-        return tuple(self._regions.values())
-
-    def bind(self, box: BlackBox) -> None:
-        """Prepare the captures into each step slot of `box`."""
-        self._box = box
-        self._bound = {region.name for region in box.layout.regions}
-        self._targets = {slot: {} for slot in box.step_slots}
-
-    def refresh(self) -> None:
-        """Only those that are carried are in the next copy."""
-        box = self._box
-        if box is None:
-            return
-        try:
-            for name, region in self._regions.items():
-                if region.name not in self._bound:
-                    continue
-                if name not in self._carried:
-                    box.deactivate(region.name)
-                elif not box.is_active(region.name):
-                    box.activate(region.name)
-        except StorageError as error:
-            self._give_up(f"the gradients that are carried from step to step could not be copied: {error}")
-
-    def capture(self, slot: int) -> None:
-        """Take them into an open slot; they are complete at a step's end only."""
-        if not self._carried or self._box is None or self._box.open_kind is SlotKind.TENTATIVE:
-            return
-        targets = self._targets[slot]
-        for name in self._carried:
-            if PREFIX + name not in self._bound:
-                continue
-            gradient = self._parameters[name].grad
-            assert gradient is not None
-            local = local_of(gradient).detach()
-            if name not in targets:
-                view = torch.frombuffer(self._box.region(slot, PREFIX + name), dtype=local.dtype)
-                targets[name] = view.reshape(self._regions[name].shape)
-            targets[name].copy_(local)
+    def _give_up(self, what: str) -> None:
+        self.tensors.ledger.tell(f"{what}; steps(accumulate=...) ends a step with its update instead")
+        self._given_up = True
+        self._carry({})
+        for kept in self.tensors.of_kind(PREFIX).values():
+            self.tensors.remove(kept.name)
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Give the parameters the gradients that they had; other regions are ignored.
@@ -303,7 +283,7 @@ class CarriedGradients:
         for name, copy in saved.items():
             if name not in here or tuple(local_of(here[name]).shape) != tuple(copy.shape):
                 raise MismatchError(f"the saved gradient of {name!r} matches no parameter here", extra=[name])
-        reasons = self.zeroed.restore(regions)
+        reasons = self._restore_zeroed(regions)
         without = self._without_optimizer() if saved else {}
         self._know_strays({name: one for name, one in without.items() if name in saved})
         restored = {id(here[name]) for name in saved}
@@ -312,12 +292,26 @@ class CarriedGradients:
                 habit.carries()
         for name, copy in saved.items():
             parameter = here[name]
-            dtype = next(one for one in _DTYPES if region_dtype(one) == copy.dtype)
-            data = torch.frombuffer(bytearray(copy.data), dtype=dtype).reshape(copy.shape).to(parameter.device)
+            data = tensor_of(copy).to(parameter.device)
             if is_dtensor(parameter):
                 data = empty_shard(parameter, placements_to_json(parameter), list(parameter.shape), data)
             put_gradient(parameter, data)
         return reasons
 
-
-_DTYPES = [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
+    def _restore_zeroed(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+        """Give zeros to the parameters that had a gradient, and None to all others. Returns why that is not exact."""
+        copy = regions.get(ZEROED)
+        if copy is None:
+            return ()
+        trained, flags = [*self._trained().values()], tensor_of(copy).tolist()
+        if len(flags) != len(trained):
+            return (
+                f"the checkpoint records which of {len(flags)} parameters had a gradient, but "
+                f"{len(trained)} are trained here",
+            )
+        for parameter, flag in zip(trained, flags, strict=True):
+            if flag:
+                put_gradient(parameter, torch.zeros_like(parameter.detach()))
+            else:
+                parameter.grad = None
+        return ()

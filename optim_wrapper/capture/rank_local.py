@@ -1,4 +1,4 @@
-"""What no other rank holds: random number streams and buffers, taken in every step into the black box.
+"""What no other rank holds: random number streams and tensors, taken in every step into the black box.
 
 The training thread calls `BoxRecorder.tentative` when the forward of a step is done and before the collective that
 lets a peer update, `committed` at the step's end, `epoch_start` when an epoch begins. See black_box.py for why.
@@ -13,13 +13,10 @@ import torch
 
 from lastwords.checkpoint.meta import Habits
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.optim_wrapper.capture.buffer_capture import SMALL_BUFFER_BYTES_MAX, BufferCapture
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, default_streams
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.recurrence import Recurrence
-
-__all__ = ["SMALL_BUFFER_BYTES_MAX", "BoxRecorder", "BufferCapture", "Capture", "RngCapture", "regions"]
 
 
 class Capture(Protocol):
@@ -33,8 +30,6 @@ class Capture(Protocol):
     def refresh(self) -> None: ...
 
     def capture(self, slot: int) -> None: ...
-
-    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]: ...
 
 
 class RngCapture:
@@ -201,10 +196,6 @@ class BoxRecorder:
             if any(region.in_epoch for region in capture.regions):
                 capture.capture(slot)
         self.box.commit(slot, json_bytes)
-
-    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
-        """Put everything back; returns why the outcome is not exact, if it is not."""
-        return tuple(reason for capture in self._captures for reason in capture.restore(regions))
 
     def _record(self, kind: SlotKind, step: int, json_bytes: bytes) -> int:
         captures = self._captures

@@ -17,12 +17,12 @@ from lastwords.errors import StorageError
 from lastwords.optim_wrapper.capture import step_document
 from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
 from lastwords.optim_wrapper.capture.boundary_copies import names_in
-from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
+from lastwords.optim_wrapper.capture.buffers import Buffers, ExtraBuffers, SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
-from lastwords.optim_wrapper.capture.extra_buffers import ExtraBuffers
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.loop_habits import LoopHabits
-from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, RngCapture, regions
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, RngCapture, regions
 from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.ddp.ddp_found import holding
@@ -77,22 +77,25 @@ class StepRecorder:
         self.extras.add(self.own.of_optimizers)
         self.local_extras.add(self.own.of_modules)
         self.local_extras.add_later(leaves)
-        self.buffers = BufferCapture(self.view.model, called=self.view.called, ledger=self.ledger)
+        self.tensors = BoxTensors(self.ledger)
+        self.buffers = Buffers(self.view.model, self.tensors, called=self.view.called)
         self.rng = RngCapture(ledger=self.ledger)
-        self.extra_buffers = ExtraBuffers(self.extras, self.ledger)
+        self.extra_buffers = ExtraBuffers(self.extras, self.tensors)
         beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
         self.attributes = attributes.of_job(self.view, optimizers, self.ledger, self.own.of_optimizers, beside)
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
-        self.watch = StateWatch(self.view, lambda: self.buffers.captured, self.buffers.keep, copies=copies)
+        self.watch = StateWatch(
+            self.view, lambda: self.buffers.captured, self.buffers.keep, self.tensors, copies=copies
+        )
         self.watch.know(self.own.of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(
             lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras],
-            self.ledger,
+            self.tensors,
         )  # fmt: skip
         self.gradients.backward.follows_update = lambda: self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
@@ -164,14 +167,7 @@ class StepRecorder:
 
     def open(self, path: Path, *, at_gate: bool = False, carried: BoxRecorder | None = None) -> BlackBox:
         """Make the black box, which begins with the copies of `carried`. at_gate: the gate alone calls `tentative`."""
-        captures = (
-            self.rng,
-            self.buffers,
-            self.extra_buffers,
-            self.watch.copies,
-            self.gradients.zeroed,
-            self.gradients,
-        )
+        captures = (self.rng, self.tensors)
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
         habits = self._habits if carried is None else carried.habits
@@ -202,11 +198,11 @@ class StepRecorder:
         self._extras_now = self.extras.first(self._extras_now)
         self.local_extras.admit()
         self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
+        self.tensors.look()
         self.buffers.look()
         self.attributes.begin()
         self.watch.look()
-        if self.watch.needs_room:
-            self._make_room()
+        self._make_room()
         if step_regions:
             self.local_extras.reopen_loaders()
         as_constructed = self.attributes.now(at_step.values)
@@ -240,10 +236,10 @@ class StepRecorder:
             self._paused = False
 
     def _make_room(self) -> None:
-        """The black box anew, with room for what has come to be copied; all that it holds stays."""
-        self.watch.needs_room = False
-        carried, use = self._box, self._use_box
-        if carried is None or use is None:
+        """The black box anew, where it lacks room for what has come to be copied; all that it holds stays."""
+        needed, carried, use = self.tensors.needs_room, self._box, self._use_box
+        self.tensors.needs_room = False
+        if not needed or carried is None or use is None:
             return
         try:
             use(lambda path: self.open(path, at_gate=self._at_gate, carried=carried))
@@ -267,7 +263,8 @@ class StepRecorder:
         """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
         reasons = [*self.buffers.restore(regions, forms)]
         self.watch.keep(names_in({*regions, *any_rank}))
-        return [*reasons, *self.watch.copies.restore(regions), *self.gradients.restore(regions)]
+        self.watch.copies.restore(regions)
+        return [*reasons, *self.gradients.restore(regions)]
 
     def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None, habits: Habits) -> None:
         """How the extras of the run that is resumed have moved so far, and what else it has learned of the loop."""
@@ -367,10 +364,11 @@ class StepRecorder:
         """At a step's end, before it is copied: what has to be copied of it."""
         updated = self.watch.was_updated
         self.watch.end_step(look=look, ends_epoch=ends_epoch)
-        self.watch.needs_room |= self.buffers.look(late=look)
-        self.watch.needs_room |= self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
-        if self.watch.needs_room:
-            self._make_room()
+        self.tensors.look()
+        if look:
+            self.buffers.look()
+        self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
+        self._make_room()
 
     def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position

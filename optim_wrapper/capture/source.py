@@ -19,6 +19,7 @@ from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.shares import share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named
+from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.device_reader import reader_for
 from lastwords.optim_wrapper.capture.host_copy import HostCopy
@@ -42,9 +43,6 @@ _log = logging.getLogger(__name__)
 BOX_PAUSES_S = (0.1, 0.4, 1.0)
 """Before further tries to open a black box: no descriptor or no memory now is no reason to give its content up. Not
 for longer, since the units that this rank has to write wait for it."""
-
-EXTRA_BUFFER_PREFIX = "extra_buffer/"
-"""Rank-local tensors of averaged models among the extras: `extra_buffer/{extra}/{name}`."""
 
 EPOCH_PREFIX = "epoch/"
 """Rank-local tensors of an epoch's start stand under this prefix, beside those of the step itself."""
@@ -314,7 +312,7 @@ class TrainerSource:
 
     def _of_averages(self, copy: SlotCopy, step: int) -> list[str]:
         """What a copy of before the update lacks: buffers of averaged models which have moved on this rank since."""
-        names = {name.split("/", 2)[1] for name in copy.regions if name.startswith(EXTRA_BUFFER_PREFIX)}
+        names = {name.split("/", 2)[1] for name in copy.regions if name.startswith(EXTRA_PREFIX)}
         snapshot = self._snapshot
         if not names or snapshot is None:
             return []

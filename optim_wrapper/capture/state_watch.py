@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.meta import Habits, Marks
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -59,6 +60,7 @@ class StateWatch:
         view: UnitView,
         captured: Callable[[], frozenset[str]],
         keep_buffer: Callable[[str], bool],
+        tensors: BoxTensors | None = None,
         *,
         copies: bool = True,
         sampled: bool = True,
@@ -67,7 +69,7 @@ class StateWatch:
         self._witness = Witness(lambda: dict(tensors_of(view, captured)), sampled=sampled)
         self._keep_buffer = keep_buffer
         self._promotes = copies
-        self.copies = BoundaryCopies()
+        self.copies = BoundaryCopies(tensors)
         self.numbers = OwnNumbers(view)
         self._ended: Mark | None = None
         self._updated: Mark | None = None
@@ -101,7 +103,6 @@ class StateWatch:
         self._state_kind = ""
         self._keeps_more = False
         self._announced: set[str] = set()
-        self.needs_room = False
         self.schedulers: list[Any] = []
         """Those among the extras, which know by themselves whether they are due."""
         self.verify_every = 0
@@ -239,7 +240,6 @@ class StateWatch:
     def keep(self, names: Iterable[StateName]) -> None:
         """Copy these from now on: a run that is resumed has found that they move."""
         self._witness.look()
-        self.needs_room = True
         self._promote([name for name in names if self._witness.get(name) is not None])
 
     def learn(self, habits: Habits) -> None:
@@ -390,7 +390,7 @@ class StateWatch:
         found = {name: self._witness.get(name) for name in names if name not in buffers}
         rest = {name: tensor for name, tensor in found.items() if tensor is not None}
         trained = self.trained()
-        self.needs_room |= self.copies.add(rest, lambda name: name.kind == "model" and name.name not in trained)
+        self.copies.add(rest, lambda name: name.kind == "model" and name.name not in trained)
         self._share()
 
 

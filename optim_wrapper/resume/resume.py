@@ -20,7 +20,7 @@ from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups
-from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
+from lastwords.optim_wrapper.capture.buffers import SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX

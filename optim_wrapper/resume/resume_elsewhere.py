@@ -200,7 +200,7 @@ def buffers_by_name(
 
     What the regions lack comes from the lowest saved rank that has it. MismatchError for one of another form.
     """
-    here = {region.name: (region.dtype, tuple(region.shape)) for region in recorder.buffers.regions}
+    here = {region.name: (region.dtype, tuple(region.shape)) for region in recorder.tensors.regions}
     found = {name: copy for name, copy in regions.items() if not name.startswith("buffer/") or name in here}
     for name in here.keys() - found.keys():
         stored = next(

@@ -203,7 +203,7 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def tensor_over(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_over(memory: bytearray | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A CPU tensor whose memory is `memory`."""
     if not memory:
         return torch.empty(shape, dtype=dtype)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.reshard.strategy import save_strategy_file
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.launch.world import World, restart_count
 from lastwords.optim_wrapper.state.global_names import Naming
@@ -116,7 +116,7 @@ class _LivePieces:
         self._declared = declared
         self._rank = rank
         # What is saved for each rank apart belongs to no strategy.
-        rank_local = BufferCapture(self._view.model, called=self._view.called).captured
+        rank_local = Buffers(self._view.model, called=self._view.called).captured
         self._names: Names = without_buffers(self._view.all_names(), rank_local)
 
     def pieces(self) -> list[Piece]:

@@ -141,9 +141,9 @@ def _no_shared_streams(_: str) -> None:
 
 
 def _no_local_buffers(_: str) -> None:
-    from lastwords.optim_wrapper.capture.rank_local import BufferCapture
+    from lastwords.optim_wrapper.capture.buffers import Buffers
 
-    BufferCapture.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
+    Buffers.restore = lambda *_args, **_more: ()  # type: ignore[method-assign]
 
 
 def _no_epoch_start(_: str) -> None:

@@ -22,7 +22,7 @@ from lastwords.checkpoint.publish import Incident, publish, verify_parts
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
@@ -461,7 +461,8 @@ def test_a_buffer_that_is_a_dtensor_is_captured_and_put_back_like_any_other(tmp_
         net = Net()
         net.register_buffer("seen", distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
         net.register_buffer("moved", distribute_tensor(torch.arange(40_000.0), mesh, [Replicate()]))
-        capture = BufferCapture(net)
+        buffers = Buffers(net)
+        capture = buffers.tensors
         box = BlackBox.create(tmp_path / f"box{rank}", BoxLayout(capture.regions))
         capture.bind(box)
         with torch.no_grad():
@@ -477,8 +478,8 @@ def test_a_buffer_that_is_a_dtensor_is_captured_and_put_back_like_any_other(tmp_
             f"buffer/{name}": RegionCopy("F32", tuple(local_of(getattr(net, name)).shape), kept[name]) for name in kept
         }
         net.seen.zero_()
-        same["put back"] = capture.restore(copies) is not None and raw(net.seen) == kept["seen"]
-        return told(capture), same, sorted(capture.captured)
+        same["put back"] = buffers.restore(copies) is not None and raw(net.seen) == kept["seen"]
+        return told(capture), same, sorted(buffers.captured)
 
     for reasons, same, captured in on_ranks(body, tmp_path, ranks=2):
         assert reasons == []

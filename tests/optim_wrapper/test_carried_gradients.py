@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, CarriedGradients
-from lastwords.optim_wrapper.capture.zeroed_gradients import NAME
+from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, ZEROED, CarriedGradients
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.processor.black_box import RegionCopy
 
@@ -31,7 +30,7 @@ class Turns:
         idle = [one for one in (self.often, self.seldom) if one not in stepped]
         self.carried.in_turns(stepped, idle)
         self.carried.end_step(updated=bool(stepped), trained=lambda: dict(self.net.named_parameters()))
-        return list(self.carried._carried)
+        return list(self.carried.carried)
 
 
 SELDOM = ["seldom.weight", "seldom.bias"]
@@ -41,7 +40,7 @@ def test_gradients_of_an_optimizer_that_has_not_stepped_are_carried() -> None:
     turns = Turns()
     turns.backward("often", "seldom")
     assert turns.end(turns.often) == SELDOM
-    assert [region.name for region in turns.carried.regions] == [PREFIX + name for name in SELDOM]
+    assert [region.name for region in turns.carried.tensors.regions] == [PREFIX + name for name in SELDOM]
     turns.backward("often", "seldom")
     assert turns.end(turns.often, turns.seldom) == []
 
@@ -100,7 +99,7 @@ class Head:
         self.count += 1
         look = self.count & (self.count - 1) == 0
         self.carried.end_step(updated=True, trained=lambda: dict(self.net[1].named_parameters("1")), look=look)
-        return list(self.carried._carried)
+        return list(self.carried.carried)
 
 
 def test_gradients_of_parameters_that_no_optimizer_has_are_carried() -> None:
@@ -138,7 +137,7 @@ def test_a_restored_gradient_is_written_into_the_one_that_is_there() -> None:
     head.carried.restore({PREFIX + "1.weight": region((2, 2), values), PREFIX + "0.bias": region((2,), values[:2])})
     assert torch.equal(flat, values)
     assert torch.equal(head.net[0].bias.grad, values[:2])
-    head.carried.zeroed.restore({NAME: region((2,), torch.tensor([1, 0], dtype=torch.uint8))})
+    head.carried.restore({ZEROED: region((2,), torch.tensor([1, 0], dtype=torch.uint8))})
     assert not flat.any()
     assert head.net[1].weight.grad is not None
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
-from lastwords.optim_wrapper.capture.rank_local import BufferCapture
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.ddp import ddp_found
 from lastwords.optim_wrapper.ddp.ddp_found import Beside, holding, known_ddps
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
@@ -49,7 +49,7 @@ def test_buffers_and_frozen_weights_of_a_second_ddp_are_saved_with_the_model(gro
     assert set(names.buffers) == BESIDE
     assert "~group1.0" in names.parameters, "what an optimizer has keeps its name there"
     assert names.parameters["~beside1.2.weight"] is critic.module[2].weight
-    assert BufferCapture(view.model).captured == BESIDE
+    assert Buffers(view.model).captured == BESIDE
     assert len({id(p) for p in names.parameters.values()}) == len(names.parameters) == 2 + 6
 
 

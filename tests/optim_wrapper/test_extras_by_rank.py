@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lastwords
 from lastwords.checkpoint.meta import StepDocument
-from lastwords.optim_wrapper.capture.extra_buffers import ExtraBuffers
+from lastwords.optim_wrapper.capture.buffers import ExtraBuffers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.state import extra_digests
@@ -32,8 +32,9 @@ def averaged() -> AveragedModel:
 
 
 def write(box: BlackBox, capture: ExtraBuffers, step: int) -> None:
+    capture.tensors.refresh()
     slot = box.begin(SlotKind.COMMITTED, step)
-    capture.capture(slot)
+    capture.tensors.capture(slot)
     box.commit(slot)
 
 
@@ -122,8 +123,8 @@ def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(
 def test_each_rank_gets_the_buffers_of_its_own_average_back(tmp_path: Path) -> None:
     saved, restored = averaged(), averaged()
     capture = ExtraBuffers(Extras({"ema": saved}))
-    box = BlackBox.create(tmp_path / "box", BoxLayout(capture.regions))
-    capture.bind(box)
+    box = BlackBox.create(tmp_path / "box", BoxLayout(capture.tensors.regions))
+    capture.tensors.bind(box)
     with torch.no_grad():
         saved.module[1].running_mean.fill_(3.0)
         saved.module[1].num_batches_tracked.fill_(7)
@@ -160,17 +161,23 @@ def test_a_rank_whose_own_were_lost_or_have_another_form_is_told() -> None:
     assert reason.startswith("this rank's own extras['ema']['module.1.running_mean'] and 2 more")
 
 
-def test_a_buffer_that_gets_another_form_is_told_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_buffer_that_gets_another_form_gets_room_for_it(tmp_path: Path) -> None:
     ema = averaged()
     capture = ExtraBuffers(Extras({"ema": ema}))
-    box = BlackBox.create(tmp_path / "box", BoxLayout(capture.regions))
-    capture.bind(box)
-    ema.module[1].running_mean = torch.zeros(5)
-    for step in (1, 2):
-        write(box, capture, step)
-    assert told(capture) == [
-        "extras['ema']['module.1.running_mean'] has changed shape or dtype since the start and is not saved"
-    ]
+    box = BlackBox.create(tmp_path / "box", BoxLayout(capture.tensors.regions))
+    capture.tensors.bind(box)
+    ema.module[1].running_mean = torch.full((5,), 2.0)
+    write(box, capture, 1)
+    capture.tensors.look()
+    assert capture.tensors.needs_room
+    box = BlackBox.create(tmp_path / "box", BoxLayout(capture.tensors.regions))
+    capture.tensors.bind(box)
+    write(box, capture, 2)
+    with BlackBox.open(tmp_path / "box") as reader:
+        copy = reader.read(2)
+    assert copy is not None
+    assert copy.regions["extra_buffer/ema/module.1.running_mean"].shape == (5,)
+    assert told(capture.tensors) == []
 
 
 def test_the_examples_hold() -> None:

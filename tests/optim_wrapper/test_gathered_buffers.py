@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.capture import gathered_buffers
-from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, regions
+from lastwords.optim_wrapper.capture import box_tensors
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
+from lastwords.optim_wrapper.capture.buffers import Buffers
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, regions
 from lastwords.processor.black_box import BlackBox, BoxLayout
 from lastwords.processor.box_reader import BoxReader
 
-WIDE = gathered_buffers.EACH_BYTES_MAX // 4
+WIDE = box_tensors.GATHERED_BYTES_MAX // 4
 
 
 def network() -> nn.Sequential:
@@ -39,8 +41,8 @@ def bn(model: nn.Sequential, at: int = 0) -> nn.BatchNorm1d:
     return layer
 
 
-def opened(tmp_path: Path, model: nn.Module) -> tuple[BoxRecorder, BufferCapture]:
-    capture = BufferCapture(model)
+def opened(tmp_path: Path, model: nn.Module) -> tuple[BoxRecorder, BoxTensors]:
+    capture = Buffers(model).tensors
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions((capture,))))
     return BoxRecorder(box, (capture,)), capture
 
@@ -57,7 +59,7 @@ def test_each_region_has_its_buffers_bytes_and_equal_copies_are_equal(tmp_path: 
     model = network()
     made, capture = opened(tmp_path, model)
     assert capture._gathered is not None
-    assert capture._others, "some are copied one by one"
+    assert capture._rest[False], "some are copied one by one"
     for step in range(1, 6):
         scramble(model)
         made.tentative(step)

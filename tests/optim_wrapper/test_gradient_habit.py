@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.capture.captured_buffer import NO_FORMS
-from lastwords.optim_wrapper.capture.carried_gradients import PREFIX
+from lastwords.optim_wrapper.capture.buffers import NO_FORMS
+from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, ZEROED
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
-from lastwords.optim_wrapper.capture.zeroed_gradients import NAME
 from tests import golden
 from tests.optim_wrapper.test_state_watch import Job
 
@@ -286,7 +285,7 @@ def test_which_parameters_have_a_gradient_of_zeros_is_kept_in_every_copy(tmp_pat
     job.compute()
     job.recorder.tentative()
     job.step += 1
-    assert job.regions()[NAME].shape == (2,), "of a step that is cut off after its update"
+    assert job.regions()[ZEROED].shape == (2,), "of a step that is cut off after its update"
     assert not any(name.startswith(PREFIX) for name in job.regions()), "no gradient is copied"
     (tmp_path / "again").mkdir()
     again = Zeroing(tmp_path / "again")
@@ -309,7 +308,7 @@ def test_a_parameter_that_had_its_first_gradient_in_a_step_that_was_cut_off_is_i
 def test_a_plain_loop_has_no_room_for_gradients_in_its_black_box(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(5)
-    assert not any(name.startswith((PREFIX, NAME)) for name in job.regions())
+    assert not any(name.startswith((PREFIX, ZEROED)) for name in job.regions())
     assert job.save()[1] == []
 
 

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from lastwords.errors import ConfigError, MismatchError
-from lastwords.optim_wrapper.capture import captured_buffer
-from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, BufferCapture, Capture, RngCapture, regions
+from lastwords.optim_wrapper.capture import box_tensors
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
+from lastwords.optim_wrapper.capture.buffers import Buffers
+from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, Capture, RngCapture, regions
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.resume.resume import _changed_elsewhere_only
 from lastwords.optim_wrapper.streams import rng_streams
@@ -55,7 +57,8 @@ def draw(count: int = 3) -> list[Any]:
     ]
 
 
-def recorder(tmp_path: Path, *captures: Capture) -> BoxRecorder:
+def recorder(tmp_path: Path, *made: Capture | Buffers) -> BoxRecorder:
+    captures = [one.tensors if isinstance(one, Buffers) else one for one in made]
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions(captures)))
     return BoxRecorder(box, captures)
 
@@ -268,7 +271,7 @@ def test_batch_norm_moves_its_buffers_without_counting_their_version_up() -> Non
 
 def test_buffers_of_batch_norm_are_taken_and_put_back_exactly(tmp_path: Path) -> None:
     net = Net()
-    made = recorder(tmp_path, BufferCapture(net))
+    made = recorder(tmp_path, Buffers(net))
     inputs = torch.randn(3, 16, 8)
     net.bn(inputs[0])
     made.committed(1, b"{}")
@@ -277,7 +280,7 @@ def test_buffers_of_batch_norm_are_taken_and_put_back_exactly(tmp_path: Path) ->
     net.small += 1
     made.tentative(2)
     fresh = Net()
-    assert BufferCapture(fresh).restore(held(made, 1).regions) == ()
+    assert Buffers(fresh).restore(held(made, 1).regions) == ()
     for name, buffer in fresh.named_buffers():
         assert torch.equal(buffer, expected[name]), name
     assert not torch.equal(fresh.bn.running_mean, net.bn.running_mean)
@@ -285,7 +288,7 @@ def test_buffers_of_batch_norm_are_taken_and_put_back_exactly(tmp_path: Path) ->
 
 def test_large_batch_norm_is_taken_from_the_first_step_on(tmp_path: Path) -> None:
     bn = nn.BatchNorm1d(LARGE)
-    made = recorder(tmp_path, BufferCapture(bn))
+    made = recorder(tmp_path, Buffers(bn))
     made.committed(1, b"{}")
     assert held(made, 1).regions.keys() == {
         "buffer/running_mean",
@@ -303,7 +306,7 @@ def test_buffers_that_were_made_under_inference_mode_are_taken_and_put_back(tmp_
         return net
 
     net = made()
-    record = recorder(tmp_path, BufferCapture(net))
+    record = recorder(tmp_path, Buffers(net))
     record.committed(1, b"{}")
     with torch.inference_mode():
         net.get_buffer("table").add_(1)
@@ -311,14 +314,14 @@ def test_buffers_that_were_made_under_inference_mode_are_taken_and_put_back(tmp_
     record.committed(2, b"{}")
     assert held(record, 2).regions.keys() == {"buffer/small", "buffer/table", "buffer/still"}
     fresh = made()
-    assert BufferCapture(fresh).restore(held(record, 2).regions) == ()
+    assert Buffers(fresh).restore(held(record, 2).regions) == ()
     assert fresh.get_buffer("small").tolist() == [2.0] * 4
     assert fresh.get_buffer("table").eq(1).all()
 
 
 def test_a_large_buffer_joins_once_it_has_changed(tmp_path: Path) -> None:
     net = Net()
-    made = recorder(tmp_path, BufferCapture(net))
+    made = recorder(tmp_path, Buffers(net))
     made.committed(1, b"{}")
     assert not {"buffer/large", "buffer/other"} & held(made, 1).regions.keys()
     net.large[7] = 3.0
@@ -328,19 +331,19 @@ def test_a_large_buffer_joins_once_it_has_changed(tmp_path: Path) -> None:
     assert "buffer/other" not in held(made, 3).regions
     for step, value in ((2, 3.0), (3, 4.0)):
         fresh = Net()
-        BufferCapture(fresh).restore(held(made, step).regions)
+        Buffers(fresh).restore(held(made, step).regions)
         assert fresh.large[7] == value
 
 
 def test_a_large_buffer_is_in_the_copies_of_a_box_that_was_made_anew(tmp_path: Path) -> None:
     """The new box has its region from the old one, and it has to be copied all the same."""
     net = Net()
-    capture = BufferCapture(net)
+    capture = Buffers(net)
     first = recorder(tmp_path, capture)
     net.large[7] = 3.0
     first.committed(1, b"{}")
-    box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions([capture])), carried=first.box)
-    made = BoxRecorder(box, [capture])
+    box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions([capture.tensors])), carried=first.box)
+    made = BoxRecorder(box, [capture.tensors])
     net.large[7] = 4.0
     made.committed(2, b"{}")
     assert np.frombuffer(held(made, 2).regions["buffer/large"].data, np.float32).reshape(net.large.shape)[7].max() == 4
@@ -349,7 +352,7 @@ def test_a_large_buffer_is_in_the_copies_of_a_box_that_was_made_anew(tmp_path: P
 
 def test_a_large_buffer_that_was_replaced_is_followed(tmp_path: Path) -> None:
     net = Net()
-    made = recorder(tmp_path, BufferCapture(net))
+    made = recorder(tmp_path, Buffers(net))
     made.committed(1, b"{}")
     net.large = torch.full((LARGE,), 2.0)
     made.committed(2, b"{}")
@@ -361,7 +364,7 @@ def test_a_large_buffer_that_was_replaced_is_followed(tmp_path: Path) -> None:
 
 def test_a_small_buffer_that_was_replaced_is_followed(tmp_path: Path) -> None:
     net = Net()
-    made = recorder(tmp_path, BufferCapture(net))
+    made = recorder(tmp_path, Buffers(net))
     made.committed(1, b"{}")
     net.small = torch.tensor([9.0, 9.0, 9.0, 9.0])
     made.committed(2, b"{}")
@@ -371,14 +374,14 @@ def test_a_small_buffer_that_was_replaced_is_followed(tmp_path: Path) -> None:
 @pytest.fixture
 def too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer may change its form."""
-    monkeypatch.setattr(captured_buffer, "REFORMS_MAX", 0)
+    monkeypatch.setattr(box_tensors, "REFORMS_MAX", 0)
 
 
 @pytest.mark.usefixtures("too_often")
 @pytest.mark.parametrize("replacement", [torch.zeros(5), torch.zeros(4, dtype=torch.int64), None])
 def test_a_buffer_of_another_form_is_given_up_and_it_is_said(tmp_path: Path, replacement: torch.Tensor | None) -> None:
     net = Net()
-    capture = BufferCapture(net)
+    capture = Buffers(net)
     made = recorder(tmp_path, capture)
     made.committed(1, b"{}")
     net.small = replacement
@@ -387,7 +390,7 @@ def test_a_buffer_of_another_form_is_given_up_and_it_is_said(tmp_path: Path, rep
     assert "buffer/small" in held(made, 1).regions
     assert all("buffer/small" not in held(made, step).regions for step in (2, 3))
     assert "buffer/bn.running_mean" in held(made, 3).regions
-    (reason,) = told(capture)
+    (reason,) = told(capture.tensors)
     assert reason.startswith("the buffer 'small' was re")
 
 
@@ -426,7 +429,7 @@ def test_a_buffer_of_any_other_form_neither_ends_the_run_nor_is_cast(
     net = nn.Module()
     net.register_buffer("b", torch.zeros(count))
     net.register_buffer("kept", torch.zeros(2))
-    capture = BufferCapture(net)
+    capture = Buffers(net)
     made = recorder(tmp_path, capture)
     made.committed(1, b"{}")
     if changed_before:
@@ -438,7 +441,7 @@ def test_a_buffer_of_any_other_form_neither_ends_the_run_nor_is_cast(
     made.tentative(3)
     made.committed(3, b"{}")
     assert held(made, 3).regions.keys() == {"buffer/kept"}
-    (reason,) = told(capture)
+    (reason,) = told(capture.tensors)
     assert reason.startswith("the buffer 'b' ")
     apart, moved = capture.at(made.slot_of(3))
     assert apart == ({"kept", "b"} if form == "sparse" else {"kept"})
@@ -451,7 +454,7 @@ def test_a_buffer_of_any_other_form_neither_ends_the_run_nor_is_cast(
 
 def test_a_buffer_that_a_step_s_copy_lacks_belongs_to_the_unit_and_it_is_said(tmp_path: Path) -> None:
     net = Net()
-    capture = BufferCapture(net)
+    capture = Buffers(net)
     made = recorder(tmp_path, capture)
     small = {"small", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
     capture.look()
@@ -471,7 +474,7 @@ def test_a_buffer_that_a_step_s_copy_lacks_belongs_to_the_unit_and_it_is_said(tm
 
 def test_a_buffer_that_came_later_is_exact_only_while_it_stays_as_it_was_at_a_step_s_end(tmp_path: Path) -> None:
     net = Net()
-    capture = BufferCapture(net)
+    capture = Buffers(net)
     made = recorder(tmp_path, capture)
     capture.look()
     made.committed(1, b"{}")
@@ -503,13 +506,13 @@ def test_a_buffer_made_in_inference_mode_is_captured(tmp_path: Path) -> None:
     net = nn.Module()
     with torch.inference_mode():
         net.register_buffer("b", torch.ones(LARGE))
-    made = recorder(tmp_path, BufferCapture(net))
+    made = recorder(tmp_path, Buffers(net))
     made.committed(1, b"{}")
     assert held(made, 1).regions.keys() == {"buffer/b"}
 
 
 def test_a_tied_buffer_is_taken_once_and_empty_ones_not_at_all() -> None:
-    names = [region.name for region in BufferCapture(Net()).regions]
+    names = [region.name for region in Buffers(Net()).tensors.regions]
     assert sorted(names) == [
         "buffer/bn.num_batches_tracked",
         "buffer/bn.running_mean",
@@ -523,17 +526,17 @@ def test_a_tied_buffer_is_taken_once_and_empty_ones_not_at_all() -> None:
 def test_a_large_buffer_that_came_from_a_checkpoint_is_taken_from_then_on(tmp_path: Path) -> None:
     # It differs from a fresh model's, so the next checkpoint needs it although it does not change any more.
     first = Net()
-    made = recorder(tmp_path, BufferCapture(first))
+    made = recorder(tmp_path, Buffers(first))
     first.large.fill_(6.0)
     made.committed(1, b"{}")
     second = Net()
-    capture = BufferCapture(second)
+    capture = Buffers(second)
     capture.restore(held(made, 1).regions)
     (tmp_path / "second").mkdir()
     after = recorder(tmp_path / "second", capture)
     after.committed(2, b"{}")
     third = Net()
-    BufferCapture(third).restore(held(after, 2).regions)
+    Buffers(third).restore(held(after, 2).regions)
     assert torch.equal(third.large, first.large)
 
 
@@ -541,7 +544,7 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net()
-    capture = BufferCapture(net)
+    capture = Buffers(net)
     made = recorder(tmp_path, capture)
 
     def refuse(*_: object) -> None:
@@ -552,7 +555,7 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
     made.committed(1, b"{}")
     made.committed(2, b"{}")
     assert "buffer/large" not in held(made, 2).regions
-    (reason,) = told(capture)
+    (reason,) = told(capture.tensors)
     golden.says(reason)
 
 
@@ -563,12 +566,12 @@ def test_no_room_for_a_large_buffer_is_said_and_training_goes_on(
 def test_a_buffer_that_cannot_be_stored_is_named(buffer: torch.Tensor) -> None:
     net = nn.Module()
     net.register_buffer("odd", buffer)
-    capture = BufferCapture(net)
-    assert capture.regions == ()
-    assert told(capture)[0].startswith("the buffer 'odd' cannot be captured")
+    capture = Buffers(net)
+    assert capture.tensors.regions == ()
+    assert told(capture.tensors)[0].startswith("the buffer 'odd' cannot be captured")
 
 
-@pytest.mark.parametrize("dtype", sorted(captured_buffer._DTYPE_CODES, key=str))
+@pytest.mark.parametrize("dtype", sorted(box_tensors._CODES, key=str))
 def test_every_storable_type_is_put_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 2 if dtype is torch.bool else 120, (4, 32), dtype=torch.uint8)
 
@@ -578,9 +581,9 @@ def test_every_storable_type_is_put_back_bit_for_bit(tmp_path: Path, dtype: torc
         return made
 
     source, target = module(raw), module(torch.zeros_like(raw))
-    made = recorder(tmp_path, BufferCapture(source))
+    made = recorder(tmp_path, Buffers(source))
     made.committed(1, b"{}")
-    BufferCapture(target).restore(held(made, 1).regions)
+    Buffers(target).restore(held(made, 1).regions)
     restored, original = target.b, source.b
     assert isinstance(restored, torch.Tensor)
     assert isinstance(original, torch.Tensor)
@@ -588,22 +591,22 @@ def test_every_storable_type_is_put_back_bit_for_bit(tmp_path: Path, dtype: torc
 
 
 def test_buffers_of_another_model_are_refused_before_anything_changes(tmp_path: Path) -> None:
-    made = recorder(tmp_path, BufferCapture(Net()))
+    made = recorder(tmp_path, Buffers(Net()))
     made.committed(1, b"{}")
     other = Net()
     other.small = torch.zeros(5)
     other.bn.running_mean.fill_(8.0)
     with pytest.raises(MismatchError, match="small") as error:
-        BufferCapture(other).restore(held(made, 1).regions)
+        Buffers(other).restore(held(made, 1).regions)
     assert error.value.different == {"small": "saved F32 (4,), here F32 (5,)"}
     assert other.bn.running_mean[0] == 8.0
     with pytest.raises(MismatchError) as error:
-        BufferCapture(nn.BatchNorm1d(8)).restore(held(made, 1).regions)
+        Buffers(nn.BatchNorm1d(8)).restore(held(made, 1).regions)
     assert "bn.running_mean" in error.value.extra
 
 
 def test_a_buffer_that_was_not_saved_is_said() -> None:
-    assert BufferCapture(nn.BatchNorm1d(8)).restore({}) == (
+    assert Buffers(nn.BatchNorm1d(8)).restore({}) == (
         "the buffer 'num_batches_tracked' was not saved",
         "the buffer 'running_mean' was not saved",
         "the buffer 'running_var' was not saved",
@@ -616,7 +619,7 @@ def test_without_the_foreach_copy_buffers_are_copied_one_by_one(
     monkeypatch.delattr(torch, "_foreach_copy_")
     net = Net()
     net.bn.running_mean.fill_(4.0)
-    made = recorder(tmp_path, BufferCapture(net))
+    made = recorder(tmp_path, Buffers(net))
     made.committed(1, b"{}")
     assert np.frombuffer(held(made, 1).regions["buffer/bn.running_mean"].data, np.float32).tolist() == [4.0] * 8
 
@@ -627,7 +630,7 @@ def test_without_the_foreach_copy_buffers_are_copied_one_by_one(
 def test_a_tentative_copy_of_an_ordinary_step_equals_the_committed_one(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(net.parameters())
-    made = recorder(tmp_path, RngCapture(), BufferCapture(net))
+    made = recorder(tmp_path, RngCapture(), Buffers(net))
     for step in range(1, 6):
         optimizer.zero_grad()
         loss = net(torch.randn(16, 8) + random.random() + np.random.randn()).sum()
@@ -651,7 +654,7 @@ def test_a_tentative_copy_of_an_ordinary_step_equals_the_committed_one(tmp_path:
 )
 def test_whatever_moves_between_the_two_copies_ends_the_trust(tmp_path: Path, disturb: Any, region: str) -> None:
     net = nn.BatchNorm1d(8)
-    made = recorder(tmp_path, RngCapture(), BufferCapture(net))
+    made = recorder(tmp_path, RngCapture(), Buffers(net))
     made.tentative(1)
     disturb(net)
     made.committed(1, b"{}")
@@ -686,7 +689,7 @@ def test_a_rank_goes_on_from_its_black_box_as_if_nothing_had_happened(tmp_path: 
         return values
 
     net = network()
-    made = recorder(tmp_path, RngCapture(), BufferCapture(net))
+    made = recorder(tmp_path, RngCapture(), Buffers(net))
     for step in range(1, 4):
         one_step(net)
         made.tentative(step)
@@ -696,7 +699,7 @@ def test_a_rank_goes_on_from_its_black_box_as_if_nothing_had_happened(tmp_path: 
     def resumed(kept: str) -> list[list[float]]:
         fresh = network()
         part = {name: copy for name, copy in held(made, 3).regions.items() if name.startswith(kept)}
-        for capture in (RngCapture(), BufferCapture(fresh)):
+        for capture in (RngCapture(), Buffers(fresh)):
             capture.restore(part)
         return [one_step(fresh) for _ in range(3)]
 
@@ -707,7 +710,7 @@ def test_a_rank_goes_on_from_its_black_box_as_if_nothing_had_happened(tmp_path: 
 
 
 def test_the_start_of_an_epoch_is_recorded_without_buffers(tmp_path: Path) -> None:
-    made = recorder(tmp_path, RngCapture(), BufferCapture(nn.BatchNorm1d(8)))
+    made = recorder(tmp_path, RngCapture(), Buffers(nn.BatchNorm1d(8)))
     made.epoch_start(2, b'{"loader": 1}')
     expected = draw()
     with BoxReader(made.box.path) as reader:
@@ -723,7 +726,7 @@ def test_reasons_that_arise_during_the_run_are_told_once(tmp_path: Path) -> None
     net = Net()
     ledger, heard = Ledger(), []
     ledger.heard_by(heard.extend)
-    made = recorder(tmp_path, RngCapture(ledger=ledger), BufferCapture(net, ledger=ledger))
+    made = recorder(tmp_path, RngCapture(ledger=ledger), Buffers(net, BoxTensors(ledger)))
     made.committed(1, b"{}")
     assert heard == []
     before = np.random.get_bit_generator()
@@ -751,9 +754,9 @@ def test_a_generators_region_is_stable() -> None:
 def test_a_second_box_takes_the_place_of_the_first(tmp_path: Path) -> None:
     """The box is made anew when the loop begins, since only then all streams are known."""
     module = Net()
-    capture = BufferCapture(module)
+    capture = Buffers(module)
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         made = recorder(tmp_path / name, capture)
         made.committed(1, b"{}")
-    assert held(made, 1).regions.keys() == {region.name for region in capture.regions if not region.lazy}
+    assert held(made, 1).regions.keys() == {region.name for region in capture.tensors.regions if not region.lazy}

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.capture import buffer_capture, captured_buffer
-from lastwords.optim_wrapper.capture.captured_buffer import SavedForms
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.capture import box_tensors
+from lastwords.optim_wrapper.capture.buffers import SavedForms
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -104,10 +105,10 @@ def test_each_copy_has_them_in_their_form_and_a_new_model_gets_them_as_the_same_
 
 def test_a_buffer_that_is_given_up_is_not_in_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, and what becomes of one that changes its form too often."""
-    monkeypatch.setattr(captured_buffer, "REFORMS_MAX", 0)
+    monkeypatch.setattr(box_tensors, "REFORMS_MAX", 0)
     rank = trained(tmp_path)
     assert "buffer/0.scale" not in rank.regions(4)
-    assert told(rank.recorder) == ["the buffer '0.scale' was replaced by a buffer of torch.float32 (3,)"]
+    assert told(rank.recorder) == ["the buffer '0.scale' was replaced by one of torch.float32 (3,)"]
 
 
 def test_one_that_grows_in_each_step_ends_no_run(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_one_that_grows_in_each_step_ends_no_run(tmp_path: Path) -> None:
 
 def test_another_form_of_a_buffer_that_was_not_resized_is_refused(tmp_path: Path) -> None:
     other = Rank(tmp_path / "resumed")
-    with pytest.raises(buffer_capture.MismatchError, match=r"0\.scale"):
+    with pytest.raises(MismatchError, match=r"0\.scale"):
         other.recorder.restore_own(trained(tmp_path).regions(4), SavedForms(reshaped=["0.low"]))
 
 

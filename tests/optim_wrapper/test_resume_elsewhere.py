@@ -12,7 +12,7 @@ import torch
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.buffer_capture import BufferCapture
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.resume import resume_elsewhere
 from lastwords.optim_wrapper.resume.resume import EARLIER_MOVE, _reasons_of
 from lastwords.optim_wrapper.resume.resume_elsewhere import (
@@ -106,7 +106,8 @@ class Stored:
 
 
 def stage_recorder(index: int, width: int = 2) -> Any:
-    return SimpleNamespace(buffers=BufferCapture(Stage(index, width)), units=SimpleNamespace(pure=False),
+    buffers = Buffers(Stage(index, width))
+    return SimpleNamespace(buffers=buffers, tensors=buffers.tensors, units=SimpleNamespace(pure=False),
                            rng=SimpleNamespace(snapshot=dict))  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from lastwords.checkpoint.entries import LocalEntry
 from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper.capture import boundary_copies
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
-from lastwords.optim_wrapper.capture.captured_buffer import NO_FORMS, version_of
+from lastwords.optim_wrapper.capture.box_tensors import version_of
+from lastwords.optim_wrapper.capture.buffers import NO_FORMS
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.state_watch import FULL_LOOKS
@@ -465,8 +466,7 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
 def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
     job = Job(tmp_path)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    job.recorder.gradients = CarriedGradients(job.recorder.gradients._all, [scaler])
-    job.recorder.watch.needs_room = True
+    job.recorder.gradients = CarriedGradients(job.recorder.gradients._all, [scaler], tensors=job.recorder.tensors)
     for skips in (True, False):
         job.step += 1
         job.compute()
@@ -480,8 +480,9 @@ def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
 def test_sparse_gradients_that_are_carried_are_named() -> None:
     gradients, table = CarriedGradients(dict), nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    assert gradients.end_step(updated=False, trained=lambda: {"table": table.weight}) is False
-    golden.says(map(str, gradients.ledger.reasons))
+    gradients.end_step(updated=False, trained=lambda: {"table": table.weight})
+    assert gradients.carried == []
+    golden.says(map(str, gradients.tensors.ledger.reasons))
 
 
 def test_a_copied_tensor_that_is_replaced_is_followed_and_one_that_is_freed_ends_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+"""Buffers of modules as this rank's own state: which of them are in the black box, and how they come back.
+
+Those of BatchNorm-like modules and small ones always are, larger ones once they have changed: kernels of the former
+write them without counting their version up. The buffers of modules among the extras (averaged models) may differ by
+rank as the model's own do; of those the larger ones are left to the extras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, dtype_of, unstorable
+from lastwords.optim_wrapper.state.buffer_forms import put
+from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.processor.black_box import RegionCopy
+from lastwords.sharding.dtensor import local_of
+from lastwords.torch_private import NormBase, non_persistent
+
+SMALL_BUFFER_BYTES_MAX = 64 * 1024
+"""Copying this much takes about 5 us; looking whether it has changed would not be cheaper for native kernels that
+change a buffer without counting its version up."""
+
+PREFIX = "buffer/"
+
+EXTRA_PREFIX = "extra_buffer/"
+"""Of modules among the extras: `extra_buffer/{extra}/{name}`."""
+
+
+class SavedForms(NamedTuple):
+    """What a checkpoint says of its buffers. volatile: names of those that no state_dict() has. reshaped: of those that
+    had got another form, or come, since the saved run began."""
+
+    volatile: Collection[str] = ()
+    reshaped: Collection[str] = ()
+
+
+NO_FORMS = SavedForms()
+
+
+class Buffers:
+    """Those of a model, in `tensors`.
+
+    model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, or as `called` makes them of
+    those, a tied buffer under its first name; of a DTensor the part on this rank.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tensors: BoxTensors | None = None,
+        *,
+        small_bytes_max: int = SMALL_BUFFER_BYTES_MAX,
+        called: Callable[[str], str] = str,
+    ) -> None:
+        self._model = model
+        self._called = called
+        self._small_bytes_max = small_bytes_max
+        self.tensors = tensors or BoxTensors()
+        self._seen: set[str] = set()
+        self.always: frozenset[str] = frozenset()
+        """Names of those that are captured from the start: no unit of a sharded job has them."""
+        self._admit(late=False)
+
+    def _admit(self, *, late: bool) -> None:
+        """See which there are. late: they count as larger ones, whose first form is that of now."""
+        seen = {id(kept.tensor) for kept in self._known.values()}
+        always = {*self.always}
+        for name, module, key, tensor in self._unseen():
+            problem = unstorable(tensor)
+            if not problem and local_of(tensor).numel() == 0:
+                continue
+            self._seen.add(name)
+            if id(tensor) in seen:
+                continue
+            if problem:
+                self.tensors.ledger.tell(f"the buffer {name!r} {problem}")
+                continue
+            seen.add(id(tensor))
+            # Of what was made under torch.inference_mode nobody counts the versions.
+            at_once = (_is_small(module, tensor, self._small_bytes_max) and not late) or tensor.is_inference()
+            always |= {name} if at_once else set()
+            what, steady = f"the buffer {name!r}", isinstance(module, NormBase)
+            self.tensors.add(Kept(PREFIX + name, what, module._buffers, key, waits=not at_once, steady=steady))
+        self.always = frozenset(always)
+
+    @property
+    def _known(self) -> dict[str, Kept]:
+        return self.tensors.of_kind(PREFIX)
+
+    def _unseen(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+        """Name, module, name in it and tensor of the buffers that are not known, or were empty."""
+        for prefix, module in self._model.named_modules():
+            for key, tensor in module._buffers.items():
+                name = self._called(f"{prefix}.{key}" if prefix else key)
+                if tensor is not None and name not in self._seen:
+                    yield name, module, key, tensor
+
+    @property
+    def captured(self) -> frozenset[str]:
+        """Names of those that are captured from now on; `at` says which are in a copy that was taken."""
+        return self.always | {name for name, kept in self._known.items() if not kept.waits and not kept.given_up}
+
+    @property
+    def larger(self) -> frozenset[str]:
+        """Names of those that are captured once they have changed."""
+        return frozenset(self._known.keys() - self.always)
+
+    def keep(self, name: str) -> bool:
+        """Take this one into each copy from now on; returns whether it is taken. It has changed in a way that torch
+        does not count."""
+        self.tensors.want(PREFIX + name)
+        return name in self.captured or self.tensors.reshaped(PREFIX + name)  # then from the step's end on
+
+    def look(self) -> None:
+        """See which have come."""
+        self._admit(late=True)
+
+    def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
+        """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
+
+        All others are saved as they are now; the dictionary says of which of them (and of those that are in no file)
+        that this is perhaps not what they were at the step's end.
+        """
+        every = self.tensors.held(slot)
+        held = frozenset(name.removeprefix(PREFIX) for name in every if name.startswith(PREFIX))
+        apart: set[str] = set(held)
+        known = self._known
+        moved = {
+            name: f"the buffer {name!r} keeps changing shape or dtype; it may have had a different one at "
+            f"the step's end"
+            for name, kept in known.items()
+            if kept.reforms > 1
+        }
+        live = {name: kept.tensor for name, kept in known.items()}
+        for name, tensor in [*live.items(), *((name, tensor) for name, _, _, tensor in self._unseen())]:
+            if name in held or tensor is None or (name not in live and not tensor.numel()):
+                continue
+            if problem := unstorable(tensor):
+                apart.add(name)
+                moved[name] = f"the buffer {name!r} {problem}"
+            elif name not in self.larger or known[name].changed():
+                moved[name] = (
+                    f"the buffer {name!r} is saved as of the start of the incident: its first change was "
+                    f"seen after the step's copy was taken, or could not be copied"
+                )
+        return frozenset(apart), moved
+
+    def restore(self, regions: Mapping[str, RegionCopy], forms: SavedForms = NO_FORMS) -> tuple[str, ...]:
+        """Put the buffers back; other regions are ignored. Returns why the outcome is not exact, if it is not.
+
+        Those that come with the first forward pass are made here, and those that were reshaped get their form.
+        A larger buffer that is not among them had not changed and stays as it is.
+        Raises MismatchError, before anything is changed, for a buffer that does not exist here or has another form.
+        """
+        known = self._known
+        saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
+        different = {
+            name: f"saved {saved[name].dtype} {saved[name].shape}, here {known[name].region.dtype} "
+            f"{known[name].region.shape}"
+            for name in sorted(known.keys() & saved.keys() - {*forms.reshaped})
+            if not known[name].fits(saved[name])
+        }
+        places = {
+            name: place for name in saved.keys() - known.keys() if (place := self._place_of(name, forms)) is not None
+        }
+        extra = sorted(saved.keys() - known.keys() - places.keys())
+        if extra or different:
+            raise MismatchError(
+                f"saved buffers do not fit this model: not in it {extra}, of another form {different}",
+                extra=extra,
+                different=different,
+            )
+        self._make({name: (*places[name], saved[name]) for name in places}, forms)
+        for name in sorted(known.keys() & saved.keys() & {*forms.reshaped}):
+            kept, copy = known[name], saved[name]
+            if not kept.fits(copy):
+                device = next((one.device for one in (kept.tensor,) if one is not None), torch.device("cpu"))
+                put(kept.table, kept.key, _empty_of(copy, device))
+                if (twin := kept.reformed()) is not None:
+                    self.tensors.add(twin)
+        for name, copy in sorted(saved.items()):
+            self._known[name].write(copy)
+            # A larger one differs from what a fresh model has: whoever reads the next copy needs it too.
+            self.tensors.want(PREFIX + name)
+        missing = sorted(self.always - saved.keys())
+        return tuple(f"the buffer {name!r} was not saved" for name in missing)
+
+    def _place_of(self, name: str, forms: SavedForms) -> tuple[torch.nn.Module, str] | None:
+        """Module, and name in it, of a buffer that is not there yet; None where it can have no place."""
+        key = name.rpartition(".")[2]
+        for prefix, module in self._model.named_modules():
+            come = name in forms.volatile or name in forms.reshaped
+            free = key in module._buffers or (come and not hasattr(module, key))
+            if free and self._called(f"{prefix}.{key}" if prefix else key) == name:
+                return module, key
+        return None
+
+    def _make(self, new: Mapping[str, tuple[torch.nn.Module, str, RegionCopy]], forms: SavedForms) -> None:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        for name, (module, key, copy) in new.items():
+            if key not in module._buffers and name in forms.volatile:
+                non_persistent(module).add(key)
+            put(module._buffers, key, _empty_of(copy, device))
+        if new:
+            self._admit(late=True)
+
+
+class ExtraBuffers:
+    """Those of modules among the extras, in `tensors`."""
+
+    def __init__(self, extras: Extras, tensors: BoxTensors | None = None) -> None:
+        self.tensors = tensors or BoxTensors()
+        for extra, module in extras.modules():
+            saved = module.state_dict().keys()
+            for prefix, inside in module.named_modules():
+                for place, tensor in inside._buffers.items():
+                    key = f"{prefix}.{place}" if prefix else place
+                    counted = isinstance(inside, AveragedModel)  # how many were averaged is the same everywhere
+                    if tensor is None or counted or key not in saved or unstorable(tensor) or not tensor.numel():
+                        continue
+                    if _is_small(inside, tensor, SMALL_BUFFER_BYTES_MAX):
+                        what = f"extras[{extra!r}][{key!r}]"
+                        steady = isinstance(inside, NormBase)
+                        region = f"{EXTRA_PREFIX}{extra}/{key}"
+                        self.tensors.add(Kept(region, what, inside._buffers, place, steady=steady))
+
+    def of(self, extra: str) -> frozenset[str]:
+        """Keys of the buffers of one extra, as its state_dict() calls them."""
+        return frozenset(self.tensors.of_kind(f"{EXTRA_PREFIX}{extra}/"))
+
+    def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
+        """Put this rank's own over those that came with the extras. Returns why the outcome is not exact."""
+        missing = []
+        for kept in self.tensors.of_kind(EXTRA_PREFIX).values():
+            copy = regions.get(kept.name)
+            if copy is None or not kept.fits(copy) or kept.misfit():
+                missing.append(kept.what)
+            else:
+                kept.write(copy)
+        if not missing:
+            return ()
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return (f"this rank's own {missing[0]}{more} were not saved, or with a different shape or dtype than here",)
+
+
+def _is_small(module: torch.nn.Module, tensor: torch.Tensor, bytes_max: int) -> bool:
+    return isinstance(module, NormBase) or local_of(tensor).nbytes <= bytes_max
+
+
+def _empty_of(copy: RegionCopy, device: torch.device) -> torch.Tensor:
+    """Zeros of a region's type and shape."""
+    return torch.zeros(tuple(copy.shape), dtype=dtype_of(copy.dtype), device=device)
