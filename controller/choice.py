@@ -46,16 +46,18 @@ def choose(
 def or_one_step_back(
     context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision
 ) -> Decision | NoDecision:
-    """Where a unit has no holder at the step that survivors have ended: the step before, if all can be had there.
+    """Where a unit has no holder at the step that survivors have ended: an older one at which all can be had.
 
-    A rank has left its loop with its gradients not applied, and nobody else holds what it holds. (docs/adr/0013)
+    That is the step before, where a rank has left its loop with its gradients not applied and nobody else holds what it
+    holds (docs/adr/0013), or one of which there are whole copies.
     """
-    if isinstance(answer, Decision) or answer.kind is not NoDecisionKind.NO_HOLDER:
+    if isinstance(answer, Decision) or answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
         return answer
     lower = choose(context, saving, views, one_step_back=True)
     if not isinstance(lower, Decision):
         return answer
-    return replace(lower, reason=f"{lower.reason}; one step is given up, since {answer.reason}")
+    lost = "one step is" if lower.step + 1 == answer.step else f"steps {lower.step + 1} to {answer.step} are"
+    return replace(lower, reason=f"{lower.reason}; {lost} given up, since {answer.reason}")
 
 
 def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision) -> float:
@@ -66,9 +68,11 @@ def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], 
     """
     if not saving.refused:
         return 0.0
-    better = choose(context, saving, views, forgiven=True)
+    back = not isinstance(answer, Decision)
+    better = choose(context, saving, views, forgiven=True, one_step_back=back)
     if not isinstance(better, Decision):
         return 0.0
+    answer = choose(context, saving, views, one_step_back=True) if back else answer
     if not isinstance(answer, Decision):
         return context.options.storage_retry_s
     more = (better.step, -len(better.lost_local_ranks)) > (answer.step, -len(answer.lost_local_ranks))

@@ -27,7 +27,7 @@ class RankView:
 
     stand: None unless the rank is usable; `absence` then says why, for people. refused_targets: directories on
     which this rank's writes have failed. may_copy: False if it failed to copy black boxes. shared: those of its units
-    that may be written in shares.
+    that may be written in shares. copies: steps of which a whole copy of its units is in the memory of its host.
     """
 
     rank: int
@@ -38,6 +38,7 @@ class RankView:
     refused_targets: frozenset[int] = NO_TARGETS
     may_copy: bool = True
     shared: tuple[str, ...] = ()
+    copies: frozenset[int] = NO_TARGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one rank is to write."""
+    """What one rank is to write. copied: those of the units that it reads from a whole copy."""
 
     units: tuple[str, ...]
     local_ranks: tuple[int, ...]
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,9 @@ def laggards(views: Mapping[int, RankView], answer: Decision | NoDecision) -> se
 def decision_text(decision: Decision, held: Collection[int]) -> str:
     """A decision for people; `held` are the ranks that hold the step as they stand."""
     step = decision.step
-    words = [f"step {step} is held by {ranks_text(held)}" if held else f"step {step} is in finished files"]
+    copied = any(work.copied for work in decision.writers.values())
+    place = f"held by {ranks_text(held)}" if held else "in whole copies" if copied else "in finished files"
+    words = [f"step {step} is {place}"]
     words += _writers_words(decision.writers)
     for part in decision.kept[:NAMED_RANKS_MAX]:
         words.append(f"the files that rank {part.rank} wrote in attempt {part.attempt} are used")
@@ -140,6 +144,9 @@ def _writers_words(writers: Mapping[int, Assignment]) -> list[str]:
     words = [f"rank {rank} writes {units_text(whole[rank])}" for rank in unit_writers[:NAMED_RANKS_MAX]]
     if len(unit_writers) > NAMED_RANKS_MAX:
         words.append(f"{len(unit_writers) - NAMED_RANKS_MAX} more ranks write a unit each")
+    for rank, work in list(writers.items())[:NAMED_RANKS_MAX]:
+        if work.copied:
+            words.append(f"rank {rank} reads {units_text(work.copied)} from a copy in its host's memory")
     words += _shares_words(writers)
     if local_writers:
         verb = "writes" if len(local_writers) == 1 else "write"

@@ -157,6 +157,8 @@ class Incident(IncidentState):
         if report.incident != self.number or (known is not None and known.sequence >= report.sequence):
             return
         self._settled[rank] = report
+        for copy in report.copies:
+            self._copies.setdefault(copy.rank, set()).add(copy.step)
         self._unsettled.discard(rank)
         if rank in self._proceeding and report.stand != Stand(Phase.READY, self._proceed_step):
             del self._proceeding[rank]
@@ -185,7 +187,7 @@ class Incident(IncidentState):
 
     def _select(self) -> None:
         context, saving = self._context, self.saving
-        views = rank_views(context.members, saving, self._settled, self.excluded)
+        views = rank_views(context.members, saving, self._settled, self.excluded, self._copies)
         answer = choose(context, saving, views)
         if saving.tries_writers_later(retry_s(context, saving, views, answer)):
             return
@@ -309,7 +311,7 @@ class Incident(IncidentState):
 
     def _on_blocked(self, words: str) -> None:
         """The file system did not let the controller do it; perhaps later it does."""
-        views = rank_views(self._context.members, self.saving, self._settled, self.excluded)
+        views = rank_views(self._context.members, self.saving, self._settled, self.excluded, self._copies)
         if not self.saving.tries_files_later(words, files_retry_s(self._context, self.saving, views)):
             self._give_up_target(words)
 

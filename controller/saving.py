@@ -109,6 +109,7 @@ class Saving:
                 local_ranks=part.local_ranks,
                 target=part.target,
                 reason=reason,
+                copied=decision.writers[part.rank].copied,
             )
             deadline_s = context.now_s + context.options.progress_timeout_s
             self.writing[part.rank] = Writing(part, order, deadline_s)

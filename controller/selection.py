@@ -69,6 +69,7 @@ class _Draft:
     place: _Place
     kept: list[Part]
     units_of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    copied_of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     locals_of: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     proceed: set[int] = field(default_factory=set)
     lost_local_ranks: list[int] = field(default_factory=list)
@@ -101,7 +102,8 @@ def select(
     parts: finished parts, and parts that usable ranks are writing. base_step: the step at which the job started;
     there is nothing to save unless a step after it has been reached. targets: the directories still in play, the
     preferred one first. retry_refused: let ranks of a host whose file system refused try the same directory again
-    (each rank once), as the last resort. one_step_back: try the step below those, too.
+    (each rank once), as the last resort. one_step_back: try the step below those, too, and those that there are whole
+    copies of.
     """
     given_up: list[int] = []
     usable = sorted((view for view in views.values() if view.stand is not None), key=lambda view: view.rank)
@@ -146,7 +148,8 @@ def _select_among(
     if steps[0] <= base_step:
         return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, nothing_text(base_step))
     if one_step_back:
-        steps.append(steps[-1] - 1)
+        lower = {steps[-1] - 1} | {step for view in survey.views.values() for step in view.copies}
+        steps += sorted((step for step in lower if step < steps[-1]), reverse=True)
     first_obstacle: _Obstacle | None = None
     by_storage = False
     for step in steps:
@@ -300,14 +303,33 @@ def _assign_whole(survey: _Survey, draft: _Draft, unit: str) -> tuple[_Obstacle 
     reaching = place.holding | place.proceeding
     holders = [view for view in survey.holders.get(unit, ()) if view.rank in reaching]
     best = min(filter(place.may_write, holders), key=cost, default=None)
+    copied = best is None
+    if best is None:
+        readers = _readers(survey, unit, place.step)
+
+        def cost_of_reading(view: RankView) -> tuple[bool, int, tuple[bool, bool, bool, int]]:
+            return unit not in view.units, len(draft.units_of.get(view.rank, ())), cost(view)
+
+        best = min(filter(place.may_write, readers), key=cost_of_reading, default=None)
+        holders = holders or readers
     if best is None:
         return _Obstacle(unit, storage=bool(holders)), set()
     if best.rank in kept_ranks:
         return None, {best.rank}
     draft.units_of[best.rank].append(unit)
+    if copied:
+        draft.copied_of[best.rank].append(unit)
+        return None, set()
     if best.rank in place.proceeding:
         draft.proceed.add(best.rank)
     return None, set()
+
+
+def _readers(survey: _Survey, unit: str, step: int) -> list[RankView]:
+    """Usable ranks of hosts in whose memory a whole copy of the unit is, at this step."""
+    having = [view for view in survey.views.values() if unit in view.units and step in view.copies]
+    hosts = {view.host_id for view in having}
+    return [view for host in sorted(hosts) for view in survey.by_host.get(host, ()) if view.may_copy]
 
 
 def _assign_locals(survey: _Survey, draft: _Draft) -> set[int]:
@@ -350,7 +372,11 @@ def _decision(draft: _Draft, given_up: tuple[int, ...]) -> Decision:
         target=place.target,
         kept=tuple(sorted(draft.kept, key=lambda part: part.rank)),
         writers={
-            rank: Assignment(tuple(draft.units_of.get(rank, ())), tuple(draft.locals_of.get(rank, ())))
+            rank: Assignment(
+                tuple(draft.units_of.get(rank, ())),
+                tuple(draft.locals_of.get(rank, ())),
+                tuple(draft.copied_of.get(rank, ())),
+            )
             for rank in ranks
         },
         proceed=tuple(sorted(draft.proceed)),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lastwords.controller.decision import NO_TARGETS, RankView
 from lastwords.controller.membership import Life, Membership
 from lastwords.controller.saving import Saving
 from lastwords.vocabulary import Settled
 
+NO_COPIES: Mapping[int, Collection[int]] = {}
+
 
 def rank_views(
-    membership: Membership, saving: Saving, settled: Mapping[int, Settled], excluded: Mapping[int, str]
+    membership: Membership,
+    saving: Saving,
+    settled: Mapping[int, Settled],
+    excluded: Mapping[int, str],
+    copies: Mapping[int, Collection[int]] = NO_COPIES,
 ) -> dict[int, RankView]:
-    """A view of every registered rank. excluded: living ranks that are not waited for any more, and why."""
+    """A view of every registered rank. excluded: living ranks that are not waited for any more, and why.
+
+    copies: steps of each rank's whole copies.
+    """
     views = {}
     for rank, member in membership.members.items():
         stand, absence = None, ""
@@ -27,5 +36,7 @@ def rank_views(
         may_copy = rank not in saving.cannot_copy
         shared = member.shared if saving.shares else ()
         host_id = member.process.host_id
-        views[rank] = RankView(rank, host_id, member.units, stand, absence, refused, may_copy, shared)
+        views[rank] = RankView(
+            rank, host_id, member.units, stand, absence, refused, may_copy, shared, frozenset(copies.get(rank, ()))
+        )
     return views

@@ -2,6 +2,7 @@
 
     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.life   the robust mutex of rank k
     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.box    the black box of rank k
+    /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/rank_{k}.copy*  its whole copies, where they are asked for
     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/controller.*    what the controller keeps for its successor
 
 Generations are drawn for each checkpoint directory, so two jobs of one name on one host may have the same one. The
@@ -28,7 +29,7 @@ _NONCE = re.compile(r"[0-9a-f]{0,32}")
 STATE_NAME = "controller.json"
 LOCK_NAME = "controller.lock"
 
-_OURS = re.compile(r"(rank_\d+\.(life|box)|controller\.(json|lock))(\.\d+\.new)?")
+_OURS = re.compile(r"(rank_\d+\.(life|box|copy[01])|controller\.(json|lock))(\.\d+\.new)?")
 
 
 def check_job(job: str) -> str:

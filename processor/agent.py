@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from lastwords import clock, errors, threads
 from lastwords.processor import departure as ways_out
@@ -35,8 +36,10 @@ from lastwords.vocabulary import (
     Refused,
     Report,
     Schedule,
+    Settled,
     Stand,
     Status,
+    WholeCopy,
 )
 
 _log = logging.getLogger(__name__)
@@ -58,9 +61,11 @@ class Agent:
         on_incident: Callable[[bool], None] = lambda begins: None,
         pass_on: Callable[[int], None] = lambda number: None,
         hand_back: Callable[[], None] = lambda: None,
+        whole_copies: Callable[[], tuple[WholeCopy, ...]] = tuple,
     ) -> None:
         self._core, self._hello, self._departure = core, hello, departure
         self._on_incident, self._pass_on, self._hand_back = on_incident, pass_on, hand_back
+        self._whole_copies = whole_copies
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
@@ -330,6 +335,8 @@ class Agent:
             case events.SendReport(Goodbye() as report) if self._core.released:
                 self._goodbye = report
                 self._say_goodbye()
+            case events.SendReport(Settled() as report):
+                self.report(replace(report, copies=self._whole_copies()))
             case events.SendReport(report):
                 self.report(report)
             case events.SayHello():

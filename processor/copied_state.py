@@ -63,6 +63,10 @@ class CopiedState:
         """The unit's tensors."""
         return self._units[unit]
 
+    def copied_unit(self, unit: str, step: int) -> UnitState:
+        """Not asked for: an order that this is made of names none."""
+        return self._units[unit]
+
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state."""
         return self._locals

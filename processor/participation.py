@@ -139,7 +139,7 @@ class Participation:
         self.proceed_step = 0
         if self.settled is None:
             self._refuse(order, f"rank {self._rank} has not stopped yet; it is at {stand}", storage=False)
-        elif order.units and not may_write(stand, order.step):
+        elif {*order.units}.difference(order.copied) and not may_write(stand, order.step):
             reason = f"rank {self._rank} does not hold step {order.step}; it is at {stand}"
             self._refuse(order, reason, storage=False)
         else:

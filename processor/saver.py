@@ -49,6 +49,10 @@ class StateSource(Protocol):
         """Tensors of the unit, or of a share of one, as they are at `step`; CheckpointError if it is not held here."""
         ...
 
+    def copied_unit(self, unit: str, step: int) -> part.UnitState:
+        """The same from a whole copy of any rank of this host, dead or alive; CheckpointError if there is none."""
+        ...
+
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, part.LocalState]:
         """Rank-local state of ranks of this host at `step`, read from their black boxes."""
         ...
@@ -197,8 +201,13 @@ class SaveJob:
         return self._spec.roots[order.target] / name
 
     def _units(self) -> dict[str, part.UnitState]:
-        source = self._spec.source
-        return {unit: source.unit_state(unit, self.order.step, self._stand) for unit in self.order.units}
+        source, order = self._spec.source, self.order
+        return {
+            unit: source.copied_unit(unit, order.step)
+            if unit in order.copied
+            else source.unit_state(unit, order.step, self._stand)
+            for unit in order.units
+        }
 
     def _write_part(self, units: dict[str, part.UnitState]) -> part.Part:
         order, source = self.order, self._spec.source

@@ -12,10 +12,11 @@ _ROWS_MAX = 24
 _MIB = 1 << 20
 
 
-def describe(table: UnitTable, world_size: int, lines: Sequence[str] = ()) -> str:
+def describe(table: UnitTable, world_size: int, lines: Sequence[str] = (), *, copied: bool = False) -> str:
     """Units, holders and what may die, as text; `lines` (gate, windows) come below the table.
 
     MiB are those of parameters and buffers; the optimizer's state comes on top and divides in the same way.
+    copied: each rank keeps whole copies of what it holds.
     """
     rows = [("unit", "tensors", "MiB", "holders", "may die")]
     shown = sorted(table.units, key=lambda unit: (unit != UNIT_REPLICATED, len(table.units[unit]), table.units[unit]))
@@ -27,7 +28,7 @@ def describe(table: UnitTable, world_size: int, lines: Sequence[str] = ()) -> st
                 str(table.tensors.get(unit, 0)),
                 f"{table.nbytes.get(unit, 0) / _MIB:.2f}",
                 ranks_text(holders, world_size),
-                may_die(len(holders)),
+                "all, while a process of each host lives" if copied else may_die(len(holders)),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -47,16 +48,16 @@ def describe(table: UnitTable, world_size: int, lines: Sequence[str] = ()) -> st
     return "\n".join(text)
 
 
-def warnings_of(table: UnitTable) -> list[str]:
+def warnings_of(table: UnitTable, *, copied: bool = False) -> list[str]:
     """What a user has to know before a death: units that no other rank holds, declarations that take nothing."""
     found = list(table.notes)
-    alone = table.unprotected
+    alone = () if copied else table.unprotected
     if alone:
         some = ", ".join(alone[:4]) + (f" and {len(alone) - 4} more" if len(alone) > 4 else "")
         found.append(
             f"no redundancy: {len(alone)} of {len(table.units)} units have one holder ({some}). If that process is "
             "killed, its part of the state is lost and nothing can be saved; an exception or a signal, which loses no "
-            "process, still saves everything. Shard over fewer ranks (HSDP) to have copies"
+            "process, still saves everything. copy=True keeps copies that outlive a process; HSDP has replicas"
         )
     return found
 

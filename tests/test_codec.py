@@ -31,6 +31,7 @@ from lastwords.vocabulary import (
     Stand,
     Status,
     Welcome,
+    WholeCopy,
 )
 from tests import golden
 
@@ -66,6 +67,8 @@ def strategy_of(cls: type, name: str, hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.from_regex(codec._UNIT_NAME, fullmatch=True), unique=True, max_size=5).map(tuple)
     if isinstance(hint, type) and issubclass(hint, enum.IntEnum):
         return st.sampled_from(list(hint))
+    if hint == tuple[WholeCopy, ...]:
+        return st.lists(values_of(WholeCopy), max_size=3).map(tuple)
     return values_of(hint)
 
 

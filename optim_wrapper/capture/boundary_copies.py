@@ -157,7 +157,7 @@ class BoundaryCopies:
         _log.log(
             logging.WARNING if nbytes >= MUCH_BYTES else logging.INFO,
             "%s (%.1f MB) changed outside of optimizer.step(), so from now on %s copied at each step's end (%.1f ms a "
-            "step for all such tensors); local_copy=False avoids the copies, but makes resumes inexact",
+            "step for all such tensors); copy=False avoids the copies, but makes resumes inexact",
             which,
             nbytes / 1e6,
             "it is" if which.endswith("'") else "they are",

@@ -20,7 +20,6 @@ from lastwords.optim_wrapper.capture.boundary_copies import names_in
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.capture.buffers import Buffers, ExtraBuffers, SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
-from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.loop_habits import LoopHabits
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, RngCapture, regions
 from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
@@ -40,6 +39,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.processor.step_work import StepWork
+from lastwords.processor.whole_copies import WholeCopies
 from lastwords.sharding.agree import World
 from lastwords.sharding.declare import Unit
 
@@ -137,7 +137,7 @@ class StepRecorder:
         box_path: Callable[[int], Path],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
-        copy: HostCopy | None = None,
+        copy: WholeCopies | None = None,
     ) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(

@@ -22,7 +22,6 @@ from lastwords.errors import IncompleteError, LastWordsError, StorageError, name
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.device_reader import reader_for
-from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
 from lastwords.optim_wrapper.capture.taken_out import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
@@ -36,6 +35,7 @@ from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
+from lastwords.processor.whole_copies import WholeCopies, read_copy
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class TrainerSource:
         buffers_at: Callable[[int], tuple[frozenset[str], Mapping[str, str]]],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
-        copy: HostCopy | None = None,
+        copy: WholeCopies | None = None,
         watch: StateWatch | None = None,
         *,
         ends_epoch: Callable[[Position | None], bool | None],
@@ -150,6 +150,13 @@ class TrainerSource:
             with self._reader.aside():
                 copied = self._live(share.unit, step, stand, self._reader)
         return share_of(copied, share)
+
+    def copied_unit(self, unit: str, step: int) -> UnitState:
+        """The same from a whole copy: this rank's, or that of any other one of this host, which may be dead."""
+        share = Share.parse(unit)
+        own = None if self._copy is None else self._copy.get(share.unit, step)
+        directory = self._box_path(0).parent
+        return share_of(read_copy(directory, share.unit, step) if own is None else own, share)
 
     def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)

@@ -379,7 +379,7 @@ class StateWatch:
             self._named.update(names)
             nbytes = sum(tensor.nbytes for name in names if (tensor := self._witness.get(name)) is not None)
             _log.warning(
-                "the %s (%.1f MB) changed outside of optimizer.step(); with local_copy=False a rank that dies before "
+                "the %s (%.1f MB) changed outside of optimizer.step(); with copy=False a rank that dies before "
                 "the next update leaves a checkpoint that is not exact",
                 some(names),
                 nbytes / 1e6,

@@ -32,14 +32,14 @@ class Options:
     gate: "auto" makes a gate where one is needed; "existing" says that the loop has a collective of its own with the
     gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
     verify_every: compare the replicas every so many steps, 0: only when the loop begins; and look then at all bytes for
-    what changes outside of updates. local_copy: "auto"
+    what changes outside of updates. copy: "auto"
     copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything, and
     does so always with LBFGS; False copies nothing, and what has changed so is named.
     """
 
     gate: GateMode = "auto"
     verify_every: int = 0
-    local_copy: CopyMode = "auto"
+    copy: CopyMode = "auto"
 
     def __post_init__(self) -> None:
         if self.gate not in ("auto", "existing"):
@@ -48,18 +48,18 @@ class Options:
             raise ConfigError(
                 f"verify_every must be a number of steps, 0 for the start alone, not {self.verify_every!r}"
             )
-        if not isinstance(self.local_copy, bool) and self.local_copy != "auto":
-            raise ConfigError(f"local_copy must be 'auto', True or False, not {self.local_copy!r}")
+        if not isinstance(self.copy, bool) and self.copy != "auto":
+            raise ConfigError(f"copy must be 'auto', True or False, not {self.copy!r}")
 
     @property
     def copies_all(self) -> bool:
         """Whether everything is copied at each step's end."""
-        return self.local_copy is True
+        return self.copy is True
 
     def suited_to(self, optimizers: Sequence[OptTFTWrapper]) -> Options:
         """With what these optimizers need. LBFGS runs backward passes, collectives and all, on weights half-way."""
         needed = any(isinstance(wrapper.inner, torch.optim.LBFGS) for wrapper in optimizers)
-        return replace(self, local_copy=True) if needed else self
+        return replace(self, copy=True) if needed else self
 
 
 def settings_of(config: Config, options: Options, optimizers: int, world_size: int) -> dict[str, Any]:
@@ -112,12 +112,15 @@ def announce(table: UnitTable, world_size: int, options: Options, optimizers: in
         else:
             lines.append(
                 between + "if a collective runs between two of them, a death there loses the step and "
-                "possibly everything; local_copy=True prevents this"
+                "possibly everything; copy=True prevents this"
             )
-    text = describe(table, world_size, lines)
+    copied = options.copies_all
+    if copied:
+        lines.append("whole copies: two of each rank's state, in shared memory of its host")
+    text = describe(table, world_size, lines, copied=copied)
     if table.pure and optimizers == 1:
         _log.info("%s", text)
     else:
         say(f"lastwords: {text}")
-    for warning in warnings_of(table):
+    for warning in warnings_of(table, copied=copied):
         _log.warning("%s", warning)

@@ -32,7 +32,7 @@ class More(TypedDict, total=False):
     names: Naming | None
     gate: GateMode
     verify_every: int
-    local_copy: CopyMode
+    copy: CopyMode
 
 
 @tells_the_others

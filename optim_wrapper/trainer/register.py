@@ -60,7 +60,7 @@ class TFTRegister:
     units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
     experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
     HSDP, parallelize_module) and ZeroRedundancyOptimizer need none. names: see `GlobalNames`, for stages and experts.
-    gate, verify_every, local_copy: see `Options`; they matter where not every rank holds everything, or where there are
+    gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
     several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
     Use as a context manager. The constructor does no I/O; it raises ConfigError for what cannot work. All methods
@@ -86,7 +86,7 @@ class TFTRegister:
         names: Naming | None = None,
         gate: GateMode = "auto",
         verify_every: int = 0,
-        local_copy: CopyMode = "auto",
+        copy: CopyMode = "auto",
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
@@ -95,12 +95,12 @@ class TFTRegister:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be the torch.nn.Module that the loop calls, not a {type(model).__name__}")
         self._optimizers = wrappers_of(optimizer)
-        self._options = Options(gate, verify_every, local_copy).suited_to(self._optimizers)
+        self._options = Options(gate, verify_every, copy).suited_to(self._optimizers)
         if self._options.copies_all:
             self._config = self._config.with_copy()
         self._model = model
         self._declared = declared_units(units)
-        copies = local_copy is not False
+        copies = copy is not False
         self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names, copies=copies)
         watched = self._recorder.view.trained if self._enabled else None
         self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched, self._recorder.ledger)

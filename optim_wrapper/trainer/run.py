@@ -12,7 +12,6 @@ from typing import Any
 from lastwords.checkpoint.reason import first_of
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import ConfigError, UnavailableError
-from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
@@ -33,6 +32,7 @@ from lastwords.optim_wrapper.trainer.protection import Protection
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.box_reader import RegionCopy
 from lastwords.processor.saver import Position
+from lastwords.processor.whole_copies import WholeCopies
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import NO_SCHEDULE
 
@@ -359,7 +359,8 @@ class ProtectedRun(Run):
     def _make_source(self, box_path: Callable[[int], Path]) -> TrainerSource:
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
         buckets = None if self.recorder.units.pure else self.buckets.record
-        copy = HostCopy() if self._options.copies_all else None
+        rank = self.world.rank
+        copy = WholeCopies(rank, lambda: box_path(rank).parent) if self._options.copies_all else None
         return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:

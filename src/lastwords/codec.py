@@ -197,12 +197,17 @@ class _Translator:
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]
         self._nested = tuple((name, nested[hints[name]]) for name in names if hints[name] in nested)
-        self._plain = tuple((name, _judge_of(cls, name, hints[name])) for name in names if hints[name] not in nested)
+        items = {name: typing.get_args(hints[name])[:1] for name in names}
+        self._lists = tuple((name, nested[item[0]]) for name, item in items.items() if item and item[0] in nested)
+        known = {name for name, _ in (*self._nested, *self._lists)}
+        self._plain = tuple((name, _judge_of(cls, name, hints[name])) for name in names if name not in known)
 
     def encode(self, value: Any) -> Any:
         fields = {name: judge(getattr(value, name)) for name, judge in self._plain}
         for name, translator in self._nested:
             fields[name] = translator.encode(getattr(value, name))
+        for name, translator in self._lists:
+            fields[name] = self._judge_list(name, translator.encode, getattr(value, name))
         self._judge_whole(value)
         return self._message(**fields)
 
@@ -212,9 +217,16 @@ class _Translator:
             if not message.HasField(name):
                 _fail(f"{self.name}.{name}", "is absent")
             fields[name] = translator.decode(getattr(message, name))
+        for name, translator in self._lists:
+            fields[name] = tuple(self._judge_list(name, translator.decode, getattr(message, name)))
         value = self.cls(**fields)
         self._judge_whole(value)
         return value
+
+    def _judge_list(self, name: str, translate: _Judge, values: Any) -> list[Any]:
+        if len(values) > RANKS_MAX:
+            _fail(f"{self.name}.{name}", f"{len(values)} entries are more than {RANKS_MAX}")
+        return [translate(value) for value in values]
 
     def _judge_whole(self, value: Any) -> None:
         if type(value) is not self.cls:
@@ -227,7 +239,9 @@ class _Translator:
                 _fail(f"{self.name}.rank", f"{rank} is outside a world of {value.world_size}")
 
 
-_NESTED: dict[type, _Translator] = {cls: _Translator(cls, {}) for cls in (Stand, ProcessId, Schedule)}
+_NESTED: dict[type, _Translator] = {
+    cls: _Translator(cls, {}) for cls in (Stand, ProcessId, Schedule, vocabulary.WholeCopy)
+}
 
 
 def _table(union: Any) -> dict[type, tuple[str, _Translator]]:

@@ -123,11 +123,19 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeCopy:
+    """All units of a rank as they were at the end of a step, in shared memory of its host, whoever lives there."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """Answer to `Freeze`: this rank's weights do not change any more, and it stands exactly here.
 
     Sent again whenever the stand of a frozen rank moves (COMPUTING -> READY, after PROCEED, ...); the newest
-    `sequence` (per rank and incident, from 1) counts.
+    `sequence` (per rank and incident, from 1) counts. copies: those of all ranks of its host, of the dead, too.
     """
 
     rank: int
@@ -135,6 +143,7 @@ class Settled:
     incident: int
     sequence: int
     stand: Stand
+    copies: tuple[WholeCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +340,8 @@ class Proceed:
 class Save:
     """Write these units, and the rank-local state of these ranks (read from the black boxes of this host).
 
-    units: names of units, or of shares of them (`Share`).
+    units: names of units, or of shares of them (`Share`). copied: those of them that are to be read from a `WholeCopy`
+    of a rank of this host, which may be dead; the others are read from this rank's memory.
     target: 0 is the configured directory, 1 the fallback directory.
     After the first `Save` of an incident a rank never trains on. incident PERIODIC: this is a periodic
     checkpoint; the rank copies the state at the end of that step, trains on, and writes behind the training.
@@ -345,6 +355,7 @@ class Save:
     local_ranks: tuple[int, ...]
     target: int
     reason: str
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -354,3 +355,55 @@ def test_a_reason_stays_short_in_a_large_job() -> None:
     answer = select(known, set(units))
     assert isinstance(answer, Decision)
     assert len(answer.reason) < 1000
+
+
+# --------------------------------------------------------------------------- whole copies
+
+
+def copied(
+    stands: Sequence[Stand | None], steps: Sequence[Iterable[int]], hosts: str = "", **options: object
+) -> Decision | NoDecision:
+    """Each rank alone holds a unit. steps: of the whole copies of each rank."""
+    units = [f"u{rank}" for rank in range(len(stands))]
+    every = views(stands, units, hosts)
+    every = {rank: replace(view, copies=frozenset(steps[rank])) for rank, view in every.items()}
+    return select(every, units, **options)  # type: ignore[arg-type]
+
+
+def test_what_only_a_dead_rank_has_held_is_read_from_its_copy() -> None:
+    answer = copied([computing(7), None, computing(7)], [{6, 7}] * 3)
+    assert isinstance(answer, Decision)
+    assert answer.step == 7
+    read = {rank: work.copied for rank, work in answer.writers.items()}
+    assert read == {0: (), 2: ("u1",)}
+    golden.says(answer.reason)
+
+
+def test_memory_is_preferred_to_a_copy() -> None:
+    answer = copied([computing(7)] * 2, [{6, 7}] * 2)
+    assert isinstance(answer, Decision)
+    assert not any(work.copied for work in answer.writers.values())
+
+
+def test_a_copy_of_another_host_is_out_of_reach() -> None:
+    answer = copied([computing(7), None], [{6, 7}] * 2, hosts="ab", one_step_back=True)
+    assert isinstance(answer, NoDecision)
+    assert answer.kind is NoDecisionKind.NO_HOLDER
+
+
+def test_an_older_step_is_taken_only_where_each_unit_has_a_copy_of_it() -> None:
+    stands, steps = [computing(7), None, Stand(Phase.UPDATED, 7)], [{6, 7}, {5, 6}, {5, 6}]
+    assert isinstance(copied(stands, steps), NoDecision), "not before it is seen that there is no other way"
+    answer = copied(stands, steps, one_step_back=True)
+    assert isinstance(answer, Decision)
+    assert answer.step == 6
+    assert {rank: work.copied for rank, work in answer.writers.items()} == {0: ("u0",), 2: ("u1", "u2")}
+    golden.says(answer.reason)
+    for rank in range(3):
+        without = [of - {6} if rank == number else of for number, of in enumerate(map(set, steps))]
+        assert isinstance(copied(stands, without, one_step_back=True), NoDecision), "copies of two steps are no step"
+
+
+def test_the_step_of_the_start_is_saved_from_no_copy() -> None:
+    answer = copied([computing(7), None], [{6}] * 2, one_step_back=True, base_step=6)
+    assert isinstance(answer, NoDecision)

@@ -72,7 +72,7 @@ def protected(plan: dict[str, Any], job: Job) -> None:
         plan["checkpoints"],
         model=job.registered(),
         optimizer=job.optimizers,
-        local_copy=len(job.optimizers) > 1,
+        copy=len(job.optimizers) > 1,
     )
     with tft:
         if job.late:

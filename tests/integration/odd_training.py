@@ -1,6 +1,6 @@
 """Loops that do what few do, with values that few have: `python -m tests.integration.odd_training PLAN.json`.
 
-The plan: checkpoints, port, out, recover, plain, local_copy; kill = [rank, step, place] or null, place "forward" or
+The plan: checkpoints, port, out, recover, plain, copy; kill = [rank, step, place] or null, place "forward" or
 the name of a place in the case; case, one of:
     "values"   extras, local_extras and optimizer state of every kind that is stored, all moving in each step
     "spoiled"  the same, and from step 3 on something that cannot be stored in each of them
@@ -262,7 +262,7 @@ def main(arguments: list[str]) -> None:
         more = {"extras": {"mine": loop.extras}, "local_extras": {"own": loop.local_extras}}
     tft = lastwords.TFTRegister(
         0, "127.0.0.1", plan["port"], plan["checkpoints"], model=loop.model, optimizer=loop.optimizer,
-        local_copy=plan["local_copy"], **more,
+        copy=plan["copy"], **more,
     )  # fmt: skip
     with tft:
         first = 1

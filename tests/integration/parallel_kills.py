@@ -121,7 +121,7 @@ class ShardedKill:
         """Steps that the last words may be of; 0 stands for nothing to save."""
         if self.phase in BEFORE_GATE or self.survivors == "behind":
             return {self.step - 1}
-        if self.survivors in ("ahead", "split"):
+        if self.survivors in ("ahead", "split") and not self.is_lost(layout):  # else: the victims' copies count
             return {self.step}
         return {self.step - 1, self.step}
 

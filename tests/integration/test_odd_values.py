@@ -25,7 +25,7 @@ class Runs(Toy):
 
     def launch(self, name: str, case: str, **changes: Any) -> dict[int, int]:
         """Exit codes of one launch."""
-        plan = {**dict.fromkeys(("local_copy", "recover", "plain"), False), "kill": None, "case": case, **changes}
+        plan = {**dict.fromkeys(("copy", "recover", "plain"), False), "kill": None, "case": case, **changes}
         return self.run(name, env={"LASTWORDS_SETTLE_TIMEOUT_S": "3"}, **plan)
 
     def die(self, case: str, kill: list[Any], **changes: Any) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
     runs.close()
 
 
-@pytest.mark.parametrize("local_copy", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("copy", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.thorough
-def test_values_of_every_kind_come_back_after_a_kill(runs: Runs, local_copy: bool) -> None:
-    manifest = runs.die("values", [1, 4, "forward"], local_copy=local_copy)
+def test_values_of_every_kind_come_back_after_a_kill(runs: Runs, copy: bool) -> None:
+    manifest = runs.die("values", [1, 4, "forward"], copy=copy)
     assert manifest["global_step"] == 3
-    assert runs.resume("values", local_copy=local_copy) == [(True, [])] * RANKS
+    assert runs.resume("values", copy=copy) == [(True, [])] * RANKS
     runs.check_same("values")
 
 
@@ -89,9 +89,9 @@ def test_averaged_weights_that_are_swapped_in_are_not_taken_for_those_of_the_ste
     assert any("parameter '0.weight'" in reason and " changed " in reason for reason in manifest["reasons"])
 
 
-def test_with_a_local_copy_swapped_weights_cost_nothing(runs: Runs) -> None:
-    runs.die("swapped", [1, 3, "validation"], local_copy=True)
-    assert runs.resume("swapped", local_copy=True)[0] == (True, [])
+def test_with_a_copy_swapped_weights_cost_nothing(runs: Runs) -> None:
+    runs.die("swapped", [1, 3, "validation"], copy=True)
+    assert runs.resume("swapped", copy=True)[0] == (True, [])
     runs.check_same("swapped")
 
 

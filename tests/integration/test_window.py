@@ -24,7 +24,7 @@ class Runs(Toy):
 
     def launch(self, name: str, **changes: Any) -> dict[int, int]:
         """Exit codes of one launch; a rank that waits for a dead one gives up soon."""
-        never = dict.fromkeys(("local_copy", "recover", "plain", "together"), False)
+        never = dict.fromkeys(("copy", "recover", "plain", "together"), False)
         plan = {**never, "kill": None, "swallow": None, "every": 1, "twice": 0, **changes}
         return self.run(name, env={"LASTWORDS_SETTLE_TIMEOUT_S": "3"}, **plan)
 
@@ -51,16 +51,14 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
         (0, "between", 4),
     ],
 )
-def test_with_a_local_copy_a_death_between_two_updates_costs_nothing(
-    runs: Runs, victim: int, place: str, every: int
-) -> None:
+def test_with_a_copy_a_death_between_two_updates_costs_nothing(runs: Runs, victim: int, place: str, every: int) -> None:
     """every=4: the second optimizer comes for the first time in the step of the kill."""
     assert set(runs.launch("reference", plain=True, every=every).values()) == {0}
-    codes = runs.launch("killed", local_copy=True, every=every, kill=[victim, 4, place])
+    codes = runs.launch("killed", copy=True, every=every, kill=[victim, 4, place])
     assert codes[victim] == -9
     assert {code for rank, code in codes.items() if rank != victim} == {75}
     assert runs.saved()[0] in (3, 4)
-    assert set(runs.launch("resumed", local_copy=True, every=every, recover=True).values()) == {0}
+    assert set(runs.launch("resumed", copy=True, every=every, recover=True).values()) == {0}
     reference, ours = runs.computed("reference"), runs.computed("killed", "resumed")
     for rank in range(RANKS):
         assert sorted(reference[rank]) == list(range(1, STEPS + 1))

@@ -221,6 +221,8 @@ class Trainer:
         more = self.more_settings()
         if plan.fallback:
             more["fallback_path"] = plan.fallback
+        if plan.copy:
+            more["copy"] = True
         if plan.bad_extra:
             self.extras["odd"] = {"thing": object()}
         tft = lastwords.TFTRegister(

@@ -1,6 +1,6 @@
 """Two optimizers, a collective between their updates: `python -m tests.integration.window_training PLAN.json`.
 
-The plan: checkpoints, port, local_copy, recover, out (a folder for what each rank computed), plain, every (the second
+The plan: checkpoints, port, copy, recover, out (a folder for what each rank computed), plain, every (the second
 optimizer comes in every so many steps), twice (a step in which it wrongly comes twice), and kill = [rank, step, place]
 with place "window" (before the collective between the updates) or "between" (after it); together: the killed rank waits
 until all others have come to that place. swallow = [rank, step]: the loop swallows exceptions, also one that is raised
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
             plan["checkpoints"],
             model=model,
             optimizer=optimizers,
-            local_copy=plan["local_copy"],
+            copy=plan["copy"],
         )
     torch.manual_seed(100 + rank)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,15 +171,17 @@ def test_a_job_on_the_cpu_has_neither_streams_nor_pinned_memory() -> None:
     assert bytes(device_reader.reader_for([transposed])(transposed)) == bytes(staged_bytes(transposed))
 
 
-def test_the_writer_uses_the_reader_and_the_training_thread_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_uses_the_reader_and_the_training_thread_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy that the training thread takes comes after what its stream has queued: it may have changed the weights."""
-    from lastwords.optim_wrapper.capture.host_copy import HostCopy
     from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
     from lastwords.optim_wrapper.state.extras import Extras
     from lastwords.optim_wrapper.state.group_copies import copy_groups
     from lastwords.optim_wrapper.state.rank_units import RankUnits
     from lastwords.optim_wrapper.state.state_view import UnitView
     from lastwords.processor.saver import Position
+    from lastwords.processor.whole_copies import WholeCopies
     from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 
     read: list[torch.Size] = []
@@ -199,7 +202,7 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(monkeypatch
         "drawn_since": lambda step: "",
         "gradients_missing": lambda *, ended: [],
     }
-    for copy, expected in ((None, [torch.Size([5, 3])]), (HostCopy(), [])):
+    for copy, expected in ((None, [torch.Size([5, 3])]), (WholeCopies(0, lambda: tmp_path), [])):
         read.clear()
         units = RankUnits(UnitView(model, optimizer), table, [], (), 0)
         state = TrainerSource(

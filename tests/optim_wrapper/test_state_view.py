@@ -18,7 +18,6 @@ from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError
-from lastwords.optim_wrapper.capture.host_copy import HostCopy
 from lastwords.optim_wrapper.ddp.ddp_private import find_ddp
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
@@ -26,6 +25,7 @@ from lastwords.optim_wrapper.state.group_copies import GroupCopies, copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView, unwrap
 from lastwords.optim_wrapper.tensors import tensor_bytes
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.whole_copies import WholeCopies
 from tests import golden
 
 Stored = tuple[list[TensorSpec], dict[str, bytes], Any]
@@ -386,11 +386,11 @@ def test_hyperparameters_that_cannot_be_stored_do_not_stop_a_step() -> None:
 
 
 @pytest.mark.parametrize("beside", [(), (torch.ones(1),)])
-def test_a_copy_in_host_memory_keeps_lists_in_the_optimizers_state_as_they_were(beside: Any) -> None:
+def test_a_whole_copy_keeps_lists_in_the_optimizers_state_as_they_were(beside: Any, tmp_path: Path) -> None:
     model, optimizer = linear(2, 1)
     losses = [1.0]
     optimizer.state[next(model.parameters())]["own"] = {"losses": losses, "beside": beside}
-    copy_of_step = HostCopy()
+    copy_of_step = WholeCopies(0, lambda: tmp_path)
     copy_of_step.take(1, {"u": UnitView(model, optimizer).state()})
     losses[0] = 9.0
     kept = copy_of_step.get("u", 1)

@@ -255,6 +255,13 @@ def test_a_save_takes_back_a_proceed_that_was_not_used() -> None:
     assert rank.core.try_update() is False
 
 
+def test_what_is_read_from_a_copy_may_be_of_any_step_and_nothing_else_may() -> None:
+    for copied, starts in ((("u", "v"), True), (("v",), False)):
+        rank = frozen(Phase.COMPUTING, 8)
+        order = Save(GENERATION, 1, 1, 7, ("u", "v"), (), 0, "chosen", copied)
+        assert any(isinstance(effect, StartSave) for effect in rank.order(order)) is starts
+
+
 def test_an_update_under_proceed_is_not_settled_while_it_runs() -> None:
     rank = frozen(Phase.READY, 8)
     rank.proceed(8)

@@ -81,6 +81,8 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
     # A step that is only in reach is not owed: its update has not begun anywhere. Nor is the step of the start.
     survivors = [(rank, record) for rank, record in enumerate(ledger.ranks) if ledger.survives(rank, job.targets)]
     owed = {record.held for _, record in survivors} | {step for _, _, step, _ in ledger.heard_saved}
+    begun = max((record.held for _, record in survivors), default=0)
+    owed |= {step for record in ledger.ranks for step, _ in record.whole if step <= begun}
     for step in sorted(owed, reverse=True):
         for target in job.targets:
             if step > job.start_step and target not in ledger.closed_targets and _can_be_had(job, ledger, step, target):
@@ -103,19 +105,31 @@ def _can_be_had(job: Job, ledger: Ledger, step: int, target: int) -> bool:
     for rank, record in enumerate(ledger.ranks):
         if record.healthy() and step in record.reach and (rank, target) not in ledger.refused:
             written.update(job.units[rank])
+        # Of a rank that is silent nobody may have seen the newest copy.
+        if step in dict(record.whole) and not record.ill and _has_reader(job, ledger, rank, target):
+            written.update(job.units[rank])
     return written.issuperset(job.unit_names)
+
+
+def _has_reader(job: Job, ledger: Ledger, rank: int, target: int) -> bool:
+    """Whether somebody of this rank's host could write what is in its copies."""
+    return any(
+        other.healthy() and job.hosts[number] == job.hosts[rank] and (number, target) not in ledger.refused
+        for number, other in enumerate(ledger.ranks)
+    )
 
 
 def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
     """I4: N is at least every step that a rank which survives to the end of the incident has ended.
 
     A rank that can write nowhere is not asked, and a step that some unit can no longer reach, because a rank has left
-    its loop with its gradients not applied, may be given up: losing one step is better than losing all.
+    its loop with its gradients not applied, or of which a dead rank has left no copy, may be given up: losing one step
+    is better than losing all.
     """
     for publication in ledger.last_words:
         for rank, record in enumerate(ledger.ranks):
             if ledger.survives(rank, job.targets) and record.ended > publication.step:
-                gave_up = any(other.gave_up for other in ledger.ranks)
+                gave_up = job.copies or any(other.gave_up for other in ledger.ranks)
                 if gave_up and not any(_can_be_had(job, ledger, record.ended, target) for target in job.targets):
                     continue
                 yield f"step {publication.step} was published, but healthy rank {rank} had ended step {record.ended}"

@@ -76,6 +76,7 @@ class RankRecord:
     ill: set[str] = field(default_factory=set)  # why it does not count as healthy: "torn", "silent", ...
     gave_up: bool = False  # it left its loop, by an exception or not, with final gradients that it never applied
     frozen_s_max: float = 0.0  # longest time from a Freeze that arrived to what ended it
+    whole: tuple[tuple[int, int], ...] = ()  # of its whole copies: step, and step whose update made these weights
 
     def healthy(self) -> bool:
         """It took part to the end of the incident: neither killed, nor torn, nor out of reach for too long."""

@@ -151,7 +151,33 @@ def _content_with_one_share(survey: Any, draft: Any, unit: str, kept: Any) -> se
     return set() if kept else _shipped_assign_shares(survey, draft, unit, kept)
 
 
+def _keep_one_copy(self: Any) -> None:
+    self.record.whole = ()
+
+
+def _any_copy(survey: Any, unit: str, step: int) -> list[Any]:
+    every = {view.host_id for view in survey.views.values() if unit in view.units and view.copies}
+    return [view for host in sorted(every) for view in survey.by_host.get(host, ())]
+
+
+def _whichever_copy(self: Any, trainer: Any, unit: str, step: int) -> int | None:
+    owner = next(rank for rank, units in enumerate(self.job.units) if unit in units)
+    return next((content for _, content in reversed(self.trainers[owner].record.whole)), None)
+
+
 MUTANTS: Mapping[str, Mutant] = {
+    "one-copy": Mutant(
+        "a rank has room for one whole copy, which it writes over at each step's end",
+        {"tests.sim.world.Trainer.begin_copy": _keep_one_copy},
+        ("i3_what_can_be_saved_is_saved",),
+        seeds=(1000070,),
+    ),
+    "mixed-copies": Mutant(
+        "whole copies of different steps make up a checkpoint",
+        {f"{_SELECTION}._readers": _any_copy, "tests.sim.world.World._copied": _whichever_copy},
+        ("i1_every_file_is_of_the_published_step",),
+        seeds=(1000008, 1000018, 1000027),
+    ),
     "trust-the-dead": Mutant(
         "the newest step that a dead rank had reported counts",
         {f"{_INCIDENT}._carry_out": _carry_out_the_dead_ranks_step},

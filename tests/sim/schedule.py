@@ -102,6 +102,9 @@ STAGE_DELAY_S_MAX = {
 }
 
 
+COPIES_FROM = 1_000_000
+"""Schedules from here on are of jobs in which each rank alone holds a part, and keeps whole copies of it."""
+
 SHARED = 0.3
 """So many jobs have units that are written in shares. Drawn apart, so that all else is as it was without."""
 
@@ -227,6 +230,9 @@ def draw(seed: int, with_death: bool = True, kinds: frozenset[str] = around.AS_S
 def _draw(seed: int, with_death: bool) -> Plan:
     dice = random.Random(seed)
     job = dataclasses.replace(_draw_job(dice), shared=random.Random(f"shares of {seed}").random() < SHARED)
+    if seed >= COPIES_FROM:
+        alone = tuple((UNIT_REPLICATED, f"rank{rank}") for rank in range(job.world_size))
+        job = dataclasses.replace(job, units=alone, copies=True, shared=False)
     faults: list[Fault] = []
     if with_death:
         faults.append(_draw_fault(dice, job, "kill", in_incident=False))

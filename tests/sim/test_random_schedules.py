@@ -7,6 +7,7 @@ import pytest
 from tests.sim import coverage
 from tests.sim.campaign import Summary, run_all, run_some, table
 from tests.sim.run import command
+from tests.sim.schedule import COPIES_FROM
 from tests.sim.world import At
 
 SCHEDULES = 2_300
@@ -115,3 +116,13 @@ def test_no_schedule_of_a_long_campaign_breaks_an_invariant() -> None:
     _assert_clean(summary)
     assert _too_rare(summary, {**PLACES, **STAGES}) == []
     assert coverage.WANTED_STATES - summary.states == set()
+
+
+def test_no_schedule_of_a_job_with_whole_copies_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank alone holds a part, so whatever is saved after a death is from a copy."""
+    summary = run_all(COPIES_FROM, 600, with_death=True)
+    _say(
+        capsys, f"\n{summary.schedules} schedules with whole copies: {table(summary.endings, sorted(summary.endings))}"
+    )
+    _assert_clean(summary)
+    assert summary.endings["exit saved"]

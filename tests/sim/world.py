@@ -14,6 +14,7 @@ survivor for itself gets through, is stuck for ever, or sees an exception: that 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 
@@ -38,6 +39,7 @@ from lastwords.vocabulary import (
     SaveProgress,
     Settled,
     Status,
+    WholeCopy,
 )
 from tests.sim import behind
 from tests.sim.disk import Disk
@@ -129,6 +131,10 @@ class Trainer:
         self.loop_start = start_step  # what it announces; -1: it never begins its loop
         self.leave_after = -1  # step after which it leaves the loop early
         self.leave_inside = -1  # step in which it leaves the loop with its gradients not applied
+
+    def begin_copy(self) -> None:
+        """The older of its whole copies is written over."""
+        self.record.whole = self.record.whole[-1:]
 
     def box_has(self, step: int) -> bool:
         """Whether the rank-local state of `step` can be read from its black box, dead or alive."""
@@ -396,6 +402,7 @@ class World:
             self._raise(trainer, "could not log the loss", secondary=False)
         elif trainer.core.may_end_step:
             trainer.box_committed = (trainer.box_committed[1], trainer.record.ended + 1)
+            trainer.begin_copy()
             self._move_to(trainer, At.COMMITTED)
         else:
             self._try_end(trainer)
@@ -407,6 +414,9 @@ class World:
             return
         if step > trainer.box_committed[1]:
             trainer.box_committed = (trainer.box_committed[1], step)
+        if self.job.copies and step not in dict(trainer.record.whole):
+            trainer.begin_copy()
+            trainer.record.whole += ((step, trainer.record.held),)
         trainer.record.ended = step
         if trainer.record.held != step:
             assert step in self.job.skipped
@@ -529,7 +539,7 @@ class World:
             for effect in core.take_effects():
                 kind = type(effect)
                 if kind is to_processor.SendReport:
-                    self._report(trainer, effect.report)  # type: ignore[union-attr]
+                    self._report(trainer, self._with_copies(trainer, effect.report))  # type: ignore[union-attr]
                 elif kind is to_processor.SayHello:
                     self._say_hello(trainer)
                 elif kind is to_processor.Wake:
@@ -557,6 +567,21 @@ class World:
                     self.on_log(f"rank {trainer.rank}", effect.text)  # type: ignore[union-attr]
         self.on_deadline(trainer)
 
+    def _with_copies(self, trainer: Trainer, report: Report) -> Report:
+        if type(report) is not Settled or not self.job.copies:
+            return report
+        neighbours = [other for other in self.trainers if self.job.hosts[other.rank] == self.job.hosts[trainer.rank]]
+        copies = tuple(WholeCopy(other.rank, step) for other in neighbours for step, _ in other.record.whole)
+        return dataclasses.replace(report, copies=copies)
+
+    def _copied(self, trainer: Trainer, unit: str, step: int) -> int | None:
+        """What the whole copies of a step hold of a unit, on this host; None if there is none."""
+        for rank, host in enumerate(self.job.hosts):
+            content = dict(self.trainers[rank].record.whole).get(step)
+            if host == self.job.hosts[trainer.rank] and unit in self.job.units[rank] and content is not None:
+                return content
+        return None
+
     def finish_save(self, trainer: Trainer, failure: str = "") -> None:
         """The saver's thread ends. `failure`: "", "storage" (ENOSPC), "for a moment" (works again), anything else."""
         order, trainer.save = trainer.save, None
@@ -567,13 +592,18 @@ class World:
             self.feed(trainer, to_processor.SaveErrored(order.incident, order.attempt, reason, storage))
             return
         content = trainer.record.held
+        copied = {unit: self._copied(trainer, unit, order.step) for unit in order.copied}
+        if None in copied.values():
+            self.feed(trainer, to_processor.SaveErrored(order.incident, order.attempt, "there is no copy", False))
+            return
+        units = [(unit, copied.get(unit, trainer.save_first), copied.get(unit, content)) for unit in order.units]
         file = Written(
             writer=trainer.rank,
             generation=order.generation,
             incident=order.incident,
             attempt=order.attempt,
             step=order.step,
-            units=tuple((unit, trainer.save_first, content) for unit in order.units),
+            units=tuple(units),  # type: ignore[arg-type]
             local_steps=tuple(
                 (rank, order.step if self.trainers[rank].box_has(order.step) else -1) for rank in order.local_ranks
             ),

@@ -243,10 +243,10 @@ class GanGOnly(TwoNets):
     pass
 
 
-@recipe("gan_g_only_copy", "the same with `local_copy=True`", "bwd win mid fwd", mixes=False)
+@recipe("gan_g_only_copy", "the same with `copy=True`", "bwd win mid fwd", mixes=False)
 class GanGOnlyCopy(TwoNets):
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
 
 @recipe("gan_nobn", "the same without buffers: only the buckets of D", "bwd win mid fwd", mixes=False)

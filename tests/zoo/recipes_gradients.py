@@ -157,7 +157,7 @@ class FrozenWaits(ByHand):
         return [torch.optim.AdamW(last, lr=0.01), torch.optim.SGD(first, lr=0.05, momentum=0.9)]
 
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
     def train(self, x: Any, y: Any) -> Any:
         often, seldom = self.opts

@@ -48,10 +48,10 @@ class MocoInPlace(Moco):
     in_place = True
 
 
-@recipe("moco_copy", "the same with `local_copy=True`", "fwd end", price="a copy of the state in host memory")
+@recipe("moco_copy", "the same with `copy=True`", "fwd end", price="a copy of the state in host memory")
 class MocoCopy(MocoInPlace):
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
 
 class Codebook(nn.Module):

@@ -175,7 +175,7 @@ class SamClosure(Loop):
         return [Sam(self.bare.parameters(), lr=0.05)]
 
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
     def train(self, x: Any, y: Any) -> Any:
         def closure() -> Any:
@@ -225,7 +225,7 @@ class TwoKinds(With):
         return [torch.optim.ASGD(first, lr=0.05, t0=2), torch.optim.NAdam(rest, lr=0.01)]
 
 
-@recipe("muon_adamw", "Muon for matrices, AdamW for the rest, `local_copy=True`", "bwd win mid fwd")
+@recipe("muon_adamw", "Muon for matrices, AdamW for the rest, `copy=True`", "bwd win mid fwd")
 class MuonAdamW(With):
     def optimizers(self) -> list[Any]:
         matrices = [p for p in self.weights() if p.ndim == 2]
@@ -233,7 +233,7 @@ class MuonAdamW(With):
         return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
 
 @recipe("groups_clip", "decayed and other weights in two groups, clipped gradients (timm, nanoGPT)", "bwd win end")
@@ -360,7 +360,7 @@ class Sparse(With):
         return [torch.optim.AdamW(dense, lr=0.01), torch.optim.SparseAdam(sparse, lr=0.01)]
 
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
 
 class Tokens(nn.Module):

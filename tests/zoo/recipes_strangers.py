@@ -462,7 +462,7 @@ class Gan(Loop):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in self.bare.children()]
 
     def options(self) -> dict[str, Any]:
-        return {**super().options(), "local_copy": True}  # as the page says: a collective is between the updates
+        return {**super().options(), "copy": True}  # as the page says: a collective is between the updates
 
     def train(self, x: Tensor, y: Tensor) -> Tensor:
         critic_opt, generator_opt = self.opts

@@ -240,7 +240,7 @@ class TwoInTurns(Loop):
         return [torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
 
     def options(self) -> dict[str, Any]:
-        return {"local_copy": True}
+        return {"copy": True}
 
     def train(self, x: Any, y: Any) -> Any:
         often, seldom = self.opts

@@ -188,18 +188,28 @@ class Stack(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Settled(_message.Message):
-    __slots__ = ("rank", "generation", "incident", "sequence", "stand")
+    __slots__ = ("rank", "generation", "incident", "sequence", "stand", "copies")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     incident: int
     sequence: int
     stand: Stand
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., sequence: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[WholeCopy]
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., sequence: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[WholeCopy, _Mapping]]] = ...) -> None: ...
+
+class WholeCopy(_message.Message):
+    __slots__ = ("rank", "step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class SaveProgress(_message.Message):
     __slots__ = ("rank", "generation", "incident", "attempt", "bytes_written", "syncing")
@@ -396,7 +406,7 @@ class Proceed(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("generation", "incident", "attempt", "step", "units", "local_ranks", "target", "reason")
+    __slots__ = ("generation", "incident", "attempt", "step", "units", "local_ranks", "target", "reason", "copied")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +415,7 @@ class Save(_message.Message):
     LOCAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     incident: int
     attempt: int
@@ -413,7 +424,8 @@ class Save(_message.Message):
     local_ranks: _containers.RepeatedScalarFieldContainer[int]
     target: int
     reason: str
-    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ..., local_ranks: _Optional[_Iterable[int]] = ..., target: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    copied: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., units: _Optional[_Iterable[str]] = ..., local_ranks: _Optional[_Iterable[int]] = ..., target: _Optional[int] = ..., reason: _Optional[str] = ..., copied: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("generation", "incident")

@@ -1,0 +1,217 @@
+"""A rank's units as they were at the end of a step, in files of shared memory that outlive the process.
+
+Two files take turns, so that one is whole while the other is written over: whoever dies in the middle of a copy leaves
+the one before. A file begins with a page of words:
+
+    magic, sequence (odd while the rest is written), step, bytes of the description
+
+The description (JSON) follows on the next page: each unit as a checkpoint's part has it. Then come the tensors, each on
+a 64-byte boundary. Everything that is read is checked: the process that wrote it may have been another version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from lastwords.checkpoint.direct_io import as_bytes
+from lastwords.checkpoint.document import Fields
+from lastwords.checkpoint.entries import UnitEntry, units_from_json
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.layout import PartPath
+from lastwords.checkpoint.part import UnitState
+from lastwords.errors import FormatError, IncompleteError, LastWordsError
+from lastwords.liveness import paths
+from lastwords.processor.box_layout import PAGE_BYTES
+from lastwords.vocabulary import WholeCopy
+
+_log = logging.getLogger(__name__)
+
+FILES = 2
+_HEAD = struct.Struct("=8sQQQ")
+_MAGIC = b"LWCOPY\x00\x01"
+_ALIGN = 64
+
+_NO_FILE = str(PartPath(0, 0, 1))
+"""In the place of a part's file: the tensors follow."""
+
+
+class WholeCopies:
+    """Taken by the training thread at each step's end. `get` may be called by any thread while this rank is settled."""
+
+    def __init__(self, rank: int, directory: Callable[[], Path]) -> None:
+        """directory: of this start of the job, in shared memory; known once the ranks have agreed."""
+        self._rank = rank
+        self._directory = directory
+        self._files: list[_File | None] = [None] * FILES
+        self._steps = [-1] * FILES
+        self.problem = ""
+        """Why the copies end with this process, if they do."""
+
+    def take(self, step: int, states: Mapping[str, UnitState]) -> None:
+        """The units as they are at the end of `step`, which may come twice."""
+        number = self._steps.index(step) if step in self._steps else self._steps.index(min(self._steps))
+        self._steps[number] = -1
+        described, nbytes = _described(states)
+        file = self._files[number]
+        if file is None or file.nbytes < nbytes:
+            file = self._files[number] = self._made(number, nbytes)
+        file.write(step, described, (tensor for state in states.values() for tensor in state.tensors))
+        self._steps[number] = step
+
+    def get(self, unit: str, step: int) -> UnitState | None:
+        """A unit of this rank at the end of `step`; None if no copy is of that."""
+        if step not in self._steps:
+            return None
+        file = self._files[self._steps.index(step)]
+        assert file is not None
+        return file.read(step).get(unit)
+
+    def _made(self, number: int, nbytes: int) -> _File:
+        """A file with a third more room than is needed now, since state grows; where there is none, memory."""
+        try:
+            return _File.create(self._directory() / f"rank_{self._rank}.copy{number}", nbytes + nbytes // 3)
+        except OSError as error:
+            if not self.problem:
+                self.problem = (
+                    f"no other process can read rank {self._rank}'s copies: no room for {nbytes} bytes in shared "
+                    f"memory ({error.strerror}); enlarge /dev/shm (docker: --shm-size)"
+                )
+                _log.warning("%s", self.problem)
+            return _File(mmap.mmap(-1, nbytes + nbytes // 3))
+
+
+def whole_copies(directory: Path) -> tuple[WholeCopy, ...]:
+    """Those that are in this host's memory now. Any thread."""
+    return tuple(WholeCopy(rank, step) for rank, step, _ in _whole(directory))
+
+
+def read_copy(directory: Path, unit: str, step: int) -> UnitState:
+    """A unit at the end of a step, from a copy of any rank of this host. IncompleteError if there is none."""
+    for _, of, path in _whole(directory):
+        if of != step:
+            continue
+        try:
+            found = _File.open(path).read(step, str(path)).get(unit)
+        except (OSError, LastWordsError) as error:
+            _log.warning("%s cannot be read: %s", path, error)
+            continue
+        if found is not None:
+            return found
+    raise IncompleteError(f"no copy of the unit {unit!r} at step {step} is in this host's memory", missing=(unit,))
+
+
+def _whole(directory: Path) -> Iterator[tuple[int, int, Path]]:
+    """Rank, step and file of each copy that is whole."""
+    for path in sorted(directory.glob("rank_*.copy?")):
+        if (rank := path.stem.removeprefix("rank_")).isdecimal() and (step := _step_of(path)) is not None:
+            yield int(rank), step, path
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of a file that is whole."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD.size)
+    except OSError:
+        return None
+    if len(head) < _HEAD.size:
+        return None
+    magic, sequence, step, _ = _HEAD.unpack(head)
+    return step if magic == _MAGIC and sequence and not sequence % 2 else None
+
+
+class _File:
+    """One file, or as much memory. Its mapping stays as long as anything that was read from it."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._bytes = numpy.frombuffer(memory, numpy.uint8)
+        self._sequence = 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._memory)
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int) -> _File:
+        """A new file with its memory reserved; an older one of that name is replaced. OSError."""
+        with paths.replacing(path) as fd:
+            os.posix_fallocate(fd, 0, nbytes)  # without it a later store would end the process where there is no room
+            file = cls(mmap.mmap(fd, nbytes))
+        os.close(fd)
+        return file
+
+    @classmethod
+    def open(cls, path: Path) -> _File:
+        """Another process' file, to be read. OSError, FormatError."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(fd).st_size < PAGE_BYTES:
+                raise FormatError(f"{path} is no copy of a rank's units: it is too short")
+            return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
+    def write(self, step: int, described: bytes, tensors: Iterator[tuple[TensorSpec, Any]]) -> None:
+        """Replace what is there."""
+        self._sequence += 1 + self._sequence % 2  # odd
+        self._say(step, len(described))
+        at = PAGE_BYTES
+        self._memory[at : at + len(described)] = described
+        at = _up(at + len(described))
+        for spec, source in tensors:
+            content = source() if callable(source) else source
+            self._bytes[at : at + spec.nbytes] = as_bytes(content)
+            at = _up(at + spec.nbytes)
+        self._sequence += 1
+        self._say(step, len(described))
+
+    def _say(self, step: int, described: int) -> None:
+        self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, self._sequence, step, described)
+
+    def read(self, step: int, where: str = "a copy") -> dict[str, UnitState]:
+        """Its units, whose tensors are this memory itself. FormatError."""
+        magic, sequence, of, nbytes = _HEAD.unpack_from(self._memory)
+        if magic != _MAGIC or sequence % 2 or of != step or PAGE_BYTES + nbytes > self.nbytes:
+            raise FormatError(f"{where} is no whole copy of step {step}")
+        try:
+            said = json.loads(self._memory[PAGE_BYTES : PAGE_BYTES + nbytes])
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{where} is damaged: {error}") from error
+        units: dict[str, UnitState] = {}
+        at = _up(PAGE_BYTES + nbytes)
+        for unit, entry in units_from_json(Fields(said, where), Path(where)).items():
+            tensors = []
+            for spec in entry.tensors:
+                if at + spec.nbytes > self.nbytes:
+                    raise FormatError(f"{where} ends before {spec.name}")
+                tensors.append((spec, self._bytes[at : at + spec.nbytes].data))
+                at = _up(at + spec.nbytes)
+            units[unit] = UnitState(tensors, entry.meta)
+        return units
+
+
+def _described(states: Mapping[str, UnitState]) -> tuple[bytes, int]:
+    """The description, and how many bytes the whole takes."""
+    said = {}
+    for unit, state in states.items():
+        entry = UnitEntry(0, _NO_FILE, tuple(spec for spec, _ in state.tensors), state.meta.to_json()).to_json()
+        said[unit] = {**entry, "tensors": [*entry["tensors"]]}
+    raw = json.dumps(said).encode()
+    at = _up(PAGE_BYTES + len(raw))
+    for spec in (spec for state in states.values() for spec, _ in state.tensors):
+        at = _up(at + spec.nbytes)
+    return raw, at
+
+
+def _up(at: int) -> int:
+    return -(-at // _ALIGN) * _ALIGN

@@ -1,0 +1,57 @@
+"""Plain FSDP: each rank alone holds its part, and the copy of a part outlives the process that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.integration.parallel_kills import ShardedKill
+from tests.integration.parallel_layouts import parallel_layout
+from tests.integration.rig import Rig
+from tests.integration.test_sharded_kills import fail_clearly
+from tests.selection import more
+
+pytestmark = pytest.mark.process
+
+FSDP = parallel_layout("hsdp", parts=4)
+TWO = (1, 3)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        ShardedKill("forward", 4, (2,)),
+        more(ShardedKill("backward", 5, (0,))),
+        more(ShardedKill("gate_enter", 3, TWO)),
+        ShardedKill("update", 4, TWO),
+        more(ShardedKill("after_update", 3, (3,), "ahead")),
+        more(ShardedKill("gate", 5, (1,), "split")),
+        more(ShardedKill("end", 2, (0,))),
+    ],
+    ids=str,
+)
+def test_parts_that_only_the_dead_have_held_are_saved_from_their_copies(rig: Rig, kill: ShardedKill) -> None:
+    step = rig.survive(FSDP, kill, copy=True)
+    assert step >= kill.step - 1, "at most one step is done again"
+
+
+@pytest.mark.thorough
+def test_all_but_one_of_a_host_die(rig: Rig) -> None:
+    rig.survive(FSDP, ShardedKill("forward", 4, (0, 1, 2)), copy=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kill", [ShardedKill("backward", 4, (2,)), ShardedKill("update", 5, TWO)], ids=str)
+def test_it_heals(rig: Rig, kill: ShardedKill) -> None:
+    rig.heal(FSDP, kill, copy=True)
+
+
+def test_without_copies_nothing_can_be_saved(rig: Rig) -> None:
+    """The control."""
+    fail_clearly(rig, FSDP, ShardedKill("forward", 4, (2,)))
+
+
+def test_the_layout_has_no_replicas() -> None:
+    assert dataclasses.astuple(ShardedKill("forward", 4, (2,)))[2] == (2,)
+    assert ShardedKill("forward", 4, (2,)).is_lost(FSDP)

@@ -1,0 +1,146 @@
+"""Copies of a rank's units that outlive it: whole or not there, whenever the process ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import EMPTY_UNIT
+from lastwords.checkpoint.part import UnitState
+from lastwords.errors import IncompleteError
+from lastwords.processor import whole_copies as module
+from lastwords.processor.whole_copies import WholeCopies, read_copy, whole_copies
+from lastwords.vocabulary import WholeCopy
+from tests import golden
+
+
+def state(value: float, count: int = 5, name: str = "u") -> UnitState:
+    spec = TensorSpec(f"unit/{name}/model/w", "F32", (count,))
+    meta = replace(EMPTY_UNIT, optimizer="SGD", reasons=[f"of {value}"])
+    return UnitState([(spec, np.full(count, value, np.float32).data)], meta)
+
+
+def values(found: UnitState) -> list[float]:
+    (_, content), *_ = found.tensors
+    assert not callable(content)
+    return np.frombuffer(content, np.float32).tolist()
+
+
+def copies(path: Path, rank: int = 3) -> WholeCopies:
+    return WholeCopies(rank, lambda: path)
+
+
+def test_what_another_process_reads_is_what_was_copied(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    for step in (1, 2, 3):
+        mine.take(step, {"u": state(step), "v": state(-step, 70_000, "v")})
+    del mine
+    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 2), WholeCopy(3, 3)}
+    for step in (2, 3):
+        found = read_copy(tmp_path, "u", step)
+        assert (values(found), found.meta.reasons, found.meta.optimizer) == ([step] * 5, [f"of {step}"], "SGD")
+        assert values(read_copy(tmp_path, "v", step)) == [-step] * 70_000
+    for unit, step in (("u", 1), ("w", 3)):
+        with golden.raises(IncompleteError):
+            read_copy(tmp_path, unit, step)
+
+
+def interrupted(mine: WholeCopies, step: int) -> None:
+    """Another copy is begun, and the process ends in the middle of it."""
+
+    def dies() -> Any:
+        raise KeyboardInterrupt
+
+    spec = TensorSpec("unit/u/model/late", "F32", (5,))
+    before = state(step)
+    with pytest.raises(KeyboardInterrupt):
+        mine.take(step, {"u": UnitState([*before.tensors, (spec, dies)], before.meta)})
+
+
+def test_a_copy_that_was_not_finished_is_none_and_the_one_before_stays(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    for step in (1, 2):
+        mine.take(step, {"u": state(step)})
+    interrupted(mine, 3)
+    assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
+    assert values(read_copy(tmp_path, "u", 2)) == [2.0] * 5
+    assert mine.get("u", 3) is None
+    own = mine.get("u", 2)
+    assert own is not None
+    assert values(own) == [2.0] * 5
+
+
+def test_the_same_step_once_more_spares_the_one_before(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    mine.take(1, {"u": state(1)})
+    mine.take(2, {"u": state(2)})
+    mine.take(2, {"u": state(20)})
+    assert values(read_copy(tmp_path, "u", 2)) == [20.0] * 5
+    interrupted(mine, 2)
+    assert whole_copies(tmp_path) == (WholeCopy(3, 1),)
+
+
+def test_state_that_grows_gets_room(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    for step, count in enumerate((1, 100_000, 3, 400_000, 400_001), 1):
+        mine.take(step, {"u": state(step, count)})
+        assert values(read_copy(tmp_path, "u", step)) == [step] * count
+
+
+def test_without_room_in_shared_memory_a_copy_is_this_process_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    mine = copies(tmp_path)
+    mine.take(1, {"u": state(1)})
+    golden.says(mine.problem)
+    assert whole_copies(tmp_path) == ()
+    own = mine.get("u", 1)
+    assert own is not None
+    assert values(own) == [1.0] * 5
+
+
+def cut(raw: bytes) -> bytes:
+    return raw[:-64]
+
+
+def other_magic(raw: bytes) -> bytes:
+    return b"XXXXXXXX" + raw[8:]
+
+
+def no_json(raw: bytes) -> bytes:
+    return raw[:4096] + b"\0" * 64 + raw[4160:]
+
+
+def too_long(raw: bytes) -> bytes:
+    return raw[:24] + (1 << 40).to_bytes(8, "little") + raw[32:]
+
+
+@pytest.mark.parametrize("damage", [cut, other_magic, no_json, too_long, lambda raw: b"", lambda raw: raw[:100]])
+def test_what_is_damaged_is_no_copy(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    mine = copies(tmp_path)
+    mine.take(1, {"u": state(1, 90_000)})
+    del mine
+    (file,) = tmp_path.iterdir()
+    raw = file.read_bytes().rstrip(b"\0") if damage is cut else file.read_bytes()
+    file.write_bytes(damage(raw))
+    with pytest.raises(IncompleteError):
+        read_copy(tmp_path, "u", 1)
+
+
+def test_other_files_are_passed_over(tmp_path: Path) -> None:
+    for name in ("rank_0.box", "rank_x.copy0", "rank_1.copy0.77.new", "controller.json"):
+        (tmp_path / name).write_bytes(b"LWCOPY")
+    assert whole_copies(tmp_path) == ()
+    assert whole_copies(tmp_path / "none") == ()
