@@ -56,12 +56,14 @@ once, when its turn has come, and may use the same memory again for the next ten
 class UnitState:
     """A unit as it is handed to `write_part`. `meta` is everything that is not a tensor (see `storable`).
 
-    plan: of a share of a unit, checksum of what all its shares have (`cuts.plan_sum`).
+    plan: of a share of a unit, checksum of what all its shares have (`cuts.plan_sum`). version: another one, if what it
+    is read from has been written over meanwhile.
     """
 
     tensors: Sequence[tuple[TensorSpec, TensorSource]]
     meta: UnitMeta = EMPTY_UNIT
     plan: str = ""
+    version: object = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def share_of(state: UnitState, share: Share) -> UnitState:
     meta = state.meta
     if share.index:
         meta = replace(EMPTY_UNIT, optimizer=meta.optimizer, holders=meta.holders, reasons=meta.reasons)
-    return UnitState(tensors, meta, plan_sum([cut.spec for cut in one] for one in shares))
+    return UnitState(tensors, meta, plan_sum([cut.spec for cut in one] for one in shares), state.version)
 
 
 def _slice(source: TensorSource, begin: int, end: int) -> TensorSource:

@@ -46,18 +46,17 @@ def choose(
 def or_one_step_back(
     context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision
 ) -> Decision | NoDecision:
-    """Where a unit has no holder at the step that survivors have ended: an older one at which all can be had.
+    """Where a unit has no holder at the step that survivors have ended: the step before, if all can be had there.
 
-    That is the step before, where a rank has left its loop with its gradients not applied and nobody else holds what it
-    holds (docs/adr/0013), or one of which there are whole copies.
+    A rank has left its loop with its gradients not applied, and nobody else holds what it holds (docs/adr/0013), or has
+    died, and its copy is of the step before.
     """
     if isinstance(answer, Decision) or answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
         return answer
     lower = choose(context, saving, views, one_step_back=True)
     if not isinstance(lower, Decision):
         return answer
-    lost = "one step is" if lower.step + 1 == answer.step else f"steps {lower.step + 1} to {answer.step} are"
-    return replace(lower, reason=f"{lower.reason}; {lost} given up, since {answer.reason}")
+    return replace(lower, reason=f"{lower.reason}; one step is given up, since {answer.reason}")
 
 
 def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision) -> float:
@@ -81,7 +80,7 @@ def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], 
 
 def files_retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView]) -> float:
     """For how long the newest attempt's files are worth another try: not long if all can be had in another place."""
-    elsewhere = choose(context, saving, views, without=(saving.target,))
+    elsewhere = choose(context, saving, views, without=(saving.target,), one_step_back=True)
     limit_s = context.options.storage_retry_s
     return (
         min(limit_s, LESSER_RETRY_S) if isinstance(elsewhere, Decision) and elsewhere.step >= saving.step else limit_s

@@ -47,7 +47,8 @@ class GracePeriod:
         if not context.preempted or not overdue:
             return 0.0
         views = rank_views(context.members, self._saving, settled, {**excluded, **dict.fromkeys(overdue, "is late")})
-        return 0.0 if isinstance(choose(context, self._saving, views), Decision) else context.uncut_s(option)
+        answer = choose(context, self._saving, views, one_step_back=True)
+        return 0.0 if isinstance(answer, Decision) else context.uncut_s(option)
 
     def missing_text(self, awaited: Collection[int]) -> str:
         """What could not be done in time. awaited: ranks that have not settled."""

@@ -154,11 +154,11 @@ class Incident(IncidentState):
         """A rank says exactly where it stands; of several the newest counts."""
         rank = report.rank
         known = self._settled.get(rank)
+        for copy in report.copies if report.incident == self.number else ():
+            self.saving.copies.setdefault(copy.rank, set()).add(copy.step)
         if report.incident != self.number or (known is not None and known.sequence >= report.sequence):
             return
         self._settled[rank] = report
-        for copy in report.copies:
-            self._copies.setdefault(copy.rank, set()).add(copy.step)
         self._unsettled.discard(rank)
         if rank in self._proceeding and report.stand != Stand(Phase.READY, self._proceed_step):
             del self._proceeding[rank]
@@ -187,7 +187,7 @@ class Incident(IncidentState):
 
     def _select(self) -> None:
         context, saving = self._context, self.saving
-        views = rank_views(context.members, saving, self._settled, self.excluded, self._copies)
+        views = rank_views(context.members, saving, self._settled, self.excluded)
         answer = choose(context, saving, views)
         if saving.tries_writers_later(retry_s(context, saving, views, answer)):
             return
@@ -259,14 +259,17 @@ class Incident(IncidentState):
 
     def on_save_failed(self, report: SaveFailed) -> None:
         """A writer has failed: its file system refused, or it could not do it."""
-        if (part := self.saving.fail(report.rank, report.attempt)) is None:
+        if (order := self.saving.fail(report.rank, report.attempt)) is None:
             return
         words = f"rank {report.rank} could not write its files of step {report.step}: {report.reason}"
-        if not part.units or report.storage:
+        if not order.units or report.storage:
             self._context.log(ERROR, f"incident {self.number}: {words}")
         if report.storage:
             self.saving.refuse(report.rank, words)
-        elif part.units:
+        elif order.copied:
+            self._context.log(ERROR, f"incident {self.number}: {words}")
+            self.saving.forget_copies(order.copied, order.step)  # if it was not they, it fails once more without
+        elif order.units:
             self._exclude(report.rank, f"could not write ({report.reason})")
         else:
             self.saving.cannot_copy.add(report.rank)  # its own weights are as good as before
@@ -311,7 +314,7 @@ class Incident(IncidentState):
 
     def _on_blocked(self, words: str) -> None:
         """The file system did not let the controller do it; perhaps later it does."""
-        views = rank_views(self._context.members, self.saving, self._settled, self.excluded, self._copies)
+        views = rank_views(self._context.members, self.saving, self._settled, self.excluded)
         if not self.saving.tries_files_later(words, files_retry_s(self._context, self.saving, views)):
             self._give_up_target(words)
 
@@ -330,7 +333,13 @@ class Incident(IncidentState):
         if self.verdict is None and self.saving.was_publishing(attempt):  # perhaps late, but there it is
             step = self.saving.published_step(attempt)
             self.saving.discard_all(published_attempt=attempt)
-            self.verdict = Ended(ExitKind.SAVED, step, path, self.words())
+            self.verdict = Ended(ExitKind.SAVED, step, path, "; ".join(filter(None, (self.words(), self._again(step)))))
+
+    def _again(self, step: int) -> str:
+        """Which step that a survivor has ended is computed again, for people."""
+        counted = [report.stand for rank, report in self._settled.items() if rank not in self.excluded]
+        ended = max((stand.ended_step for stand in counted), default=step)
+        return f"step {ended} is done again" if ended > step else ""
 
     def _give_up_target(self, words: str) -> None:
         self._context.timers.clear("storage", "again")

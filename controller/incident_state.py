@@ -27,7 +27,6 @@ class IncidentState:
         self.opened = False  # everybody has been told
         self._first_words = ""
         self._settled: dict[int, Settled] = {}
-        self._copies: dict[int, set[int]] = {}  # rank -> steps of its whole copies, whoever has told
         self._unsettled: set[int] = set()
         self._late: dict[int, float] = {}  # ranks that are awaited since later -> their own deadline
         self._awaited: set[int] = set()  # laggards that were waited for: once each

@@ -73,6 +73,7 @@ class Saving:
         self._file_order: StartVerify | StartPublish | None = None
         self._publishing: set[int] = set()
         self.shares = True  # units may be written in shares
+        self.copies: dict[int, set[int]] = {}  # rank -> steps of its whole copies, whoever has told
 
     # ------------------------------------------------------------------ writing
 
@@ -160,12 +161,12 @@ class Saving:
         self._disarm_if_done()
         return dropped
 
-    def fail(self, rank: int, attempt: int) -> Part | None:
-        """This writer says that it failed; what it was to write, if anybody waits for it (still)."""
+    def fail(self, rank: int, attempt: int) -> Save | None:
+        """This writer says that it failed; its order, if anybody waits for it (still)."""
         writing = self._of(rank, attempt)
         if writing is not None:
             self.drop_writer(rank)
-        return None if writing is None else writing.part
+        return None if writing is None else writing.order
 
     def refuse(self, rank: int, reason: str) -> None:
         """The file system refused what this rank wrote to the directory in use."""
@@ -232,6 +233,12 @@ class Saving:
         for writing in self.writing.values():
             writing.deadline_s = min(writing.deadline_s, by_s)
         self._arm()
+
+    def forget_copies(self, units: Iterable[str], step: int) -> None:
+        """A copy of one of these units could not be read: none of them is tried again."""
+        for rank, member in self._context.members.members.items():
+            if not {*units}.isdisjoint(member.units):
+                self.copies.get(rank, set()).discard(step)
 
     def unanswered(self) -> list[Writing]:
         """Writers that may have missed their order, sorted."""

@@ -102,8 +102,7 @@ def select(
     parts: finished parts, and parts that usable ranks are writing. base_step: the step at which the job started;
     there is nothing to save unless a step after it has been reached. targets: the directories still in play, the
     preferred one first. retry_refused: let ranks of a host whose file system refused try the same directory again
-    (each rank once), as the last resort. one_step_back: try the step below those, too, and those that there are whole
-    copies of.
+    (each rank once), as the last resort. one_step_back: try the step below those, too.
     """
     given_up: list[int] = []
     usable = sorted((view for view in views.values() if view.stand is not None), key=lambda view: view.rank)
@@ -148,8 +147,7 @@ def _select_among(
     if steps[0] <= base_step:
         return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, nothing_text(base_step))
     if one_step_back:
-        lower = {steps[-1] - 1} | {step for view in survey.views.values() for step in view.copies}
-        steps += sorted((step for step in lower if step < steps[-1]), reverse=True)
+        steps.append(steps[-1] - 1)
     first_obstacle: _Obstacle | None = None
     by_storage = False
     for step in steps:
@@ -307,8 +305,9 @@ def _assign_whole(survey: _Survey, draft: _Draft, unit: str) -> tuple[_Obstacle 
     if best is None:
         readers = _readers(survey, unit, place.step)
 
-        def cost_of_reading(view: RankView) -> tuple[bool, int, tuple[bool, bool, bool, int]]:
-            return unit not in view.units, len(draft.units_of.get(view.rank, ())), cost(view)
+        def cost_of_reading(view: RankView) -> tuple[bool, bool, int, int]:
+            rank = view.rank
+            return rank in kept_ranks, unit not in view.units, len(draft.units_of.get(rank, ())), rank
 
         best = min(filter(place.may_write, readers), key=cost_of_reading, default=None)
         holders = holders or readers
@@ -327,9 +326,14 @@ def _assign_whole(survey: _Survey, draft: _Draft, unit: str) -> tuple[_Obstacle 
 
 def _readers(survey: _Survey, unit: str, step: int) -> list[RankView]:
     """Usable ranks of hosts in whose memory a whole copy of the unit is, at this step."""
-    having = [view for view in survey.views.values() if unit in view.units and step in view.copies]
+    having = [view for view in survey.views.values() if unit in view.units and step in view.copies and _is_sound(view)]
     hosts = {view.host_id for view in having}
     return [view for host in sorted(hosts) for view in survey.by_host.get(host, ()) if view.may_copy]
+
+
+def _is_sound(view: RankView) -> bool:
+    """Whether nothing is wrong with its weights, of which its copies would be."""
+    return view.stand is None or view.stand.phase is not Phase.TORN
 
 
 def _assign_locals(survey: _Survey, draft: _Draft) -> set[int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from lastwords.controller.decision import NO_TARGETS, RankView
 from lastwords.controller.membership import Life, Membership
 from lastwords.controller.saving import Saving
 from lastwords.vocabulary import Settled
-
-NO_COPIES: Mapping[int, Collection[int]] = {}
 
 
 def rank_views(
@@ -17,12 +15,8 @@ def rank_views(
     saving: Saving,
     settled: Mapping[int, Settled],
     excluded: Mapping[int, str],
-    copies: Mapping[int, Collection[int]] = NO_COPIES,
 ) -> dict[int, RankView]:
-    """A view of every registered rank. excluded: living ranks that are not waited for any more, and why.
-
-    copies: steps of each rank's whole copies.
-    """
+    """A view of every registered rank. excluded: living ranks that are not waited for any more, and why."""
     views = {}
     for rank, member in membership.members.items():
         stand, absence = None, ""
@@ -36,7 +30,6 @@ def rank_views(
         may_copy = rank not in saving.cannot_copy
         shared = member.shared if saving.shares else ()
         host_id = member.process.host_id
-        views[rank] = RankView(
-            rank, host_id, member.units, stand, absence, refused, may_copy, shared, frozenset(copies.get(rank, ()))
-        )
+        copies = frozenset(saving.copies.get(rank, ()))
+        views[rank] = RankView(rank, host_id, member.units, stand, absence, refused, may_copy, shared, copies)
     return views

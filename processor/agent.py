@@ -62,10 +62,11 @@ class Agent:
         pass_on: Callable[[int], None] = lambda number: None,
         hand_back: Callable[[], None] = lambda: None,
         whole_copies: Callable[[], tuple[WholeCopy, ...]] = tuple,
+        forsake_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._core, self._hello, self._departure = core, hello, departure
         self._on_incident, self._pass_on, self._hand_back = on_incident, pass_on, hand_back
-        self._whole_copies = whole_copies
+        self._whole_copies, self._forsake_copies = whole_copies, forsake_copies
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
@@ -214,6 +215,7 @@ class Agent:
 
     def corrupt(self, *why: str) -> None:
         """This rank's weights are wrong: the other holders' bytes say so, or `why` does."""
+        self._forsake_copies()
         self._move(self._core.mark_corrupt, *why)
 
     def end_step(self, commit: Callable[[int], None]) -> int:

@@ -185,7 +185,8 @@ class SaveJob:
         for _ in range(READS_MAX):
             units = self._units()
             written = self._write_part(units)
-            # The loop may compute on while its state is read, and write what it has never written before.
+            # The loop may compute on while its state is read, and write what it has never written before; and the owner
+            # of a copy may live, and write it over.
             if _reasons(self._units()) == _reasons(units):
                 return written.file.bytes
             part.remove_part(self._directory, written, self._watch)
@@ -240,8 +241,8 @@ def _yield_to_training() -> None:
         _log.info("the writer behind the training has the training's priority: %s", error)
 
 
-def _reasons(units: Mapping[str, part.UnitState]) -> list[tuple[str, ...]]:
-    return [tuple(state.meta.reasons) for state in units.values()]
+def _reasons(units: Mapping[str, part.UnitState]) -> list[tuple[object, ...]]:
+    return [(state.version, *state.meta.reasons) for state in units.values()]
 
 
 def _named_by(locals_: Iterable[part.LocalState]) -> Position | None:

@@ -11,6 +11,7 @@ a 64-byte boundary. Everything that is read is checked: the process that wrote i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import mmap
@@ -39,6 +40,7 @@ FILES = 2
 _HEAD = struct.Struct("=8sQQQ")
 _MAGIC = b"LWCOPY\x00\x01"
 _ALIGN = 64
+_ROOM = 64 * 1024
 
 _NO_FILE = str(PartPath(0, 0, 1))
 """In the place of a part's file: the tensors follow."""
@@ -56,8 +58,31 @@ class WholeCopies:
         self.problem = ""
         """Why the copies end with this process, if they do."""
 
+    def take_if_possible(self, step: int, states: Mapping[str, UnitState]) -> None:
+        """`take`, without which training goes on: then there is no copy of this step."""
+        try:
+            self.take(step, states)
+        except (OSError, MemoryError) as error:
+            _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
+
+    def forsake(self) -> None:
+        """What has been copied must not be used."""
+        for number, file in enumerate(self._files):
+            if file is not None:
+                file.void()
+            self._files[number], self._steps[number] = None, -1
+            self._unlink(number)
+
+    def _path(self, number: int) -> Path:
+        return self._directory() / f"rank_{self._rank}.copy{number}"
+
+    def _unlink(self, number: int) -> None:
+        """A file that is written no more would be taken for whole."""
+        with contextlib.suppress(OSError):
+            self._path(number).unlink()
+
     def take(self, step: int, states: Mapping[str, UnitState]) -> None:
-        """The units as they are at the end of `step`, which may come twice."""
+        """The units as they are at the end of `step`, which may come twice. OSError, MemoryError."""
         number = self._steps.index(step) if step in self._steps else self._steps.index(min(self._steps))
         self._steps[number] = -1
         described, nbytes = _described(states)
@@ -76,17 +101,19 @@ class WholeCopies:
         return file.read(step).get(unit)
 
     def _made(self, number: int, nbytes: int) -> _File:
-        """A file with a third more room than is needed now, since state grows; where there is none, memory."""
+        """A file with some more room than is needed now, since the description grows; where there is none, memory."""
+        nbytes += nbytes // 64 + _ROOM
         try:
-            return _File.create(self._directory() / f"rank_{self._rank}.copy{number}", nbytes + nbytes // 3)
+            return _File.create(self._path(number), nbytes)
         except OSError as error:
+            self._unlink(number)
             if not self.problem:
                 self.problem = (
                     f"no other process can read rank {self._rank}'s copies: no room for {nbytes} bytes in shared "
                     f"memory ({error.strerror}); enlarge /dev/shm (docker: --shm-size)"
                 )
                 _log.warning("%s", self.problem)
-            return _File(mmap.mmap(-1, nbytes + nbytes // 3))
+            return _File(mmap.mmap(-1, nbytes))
 
 
 def whole_copies(directory: Path) -> tuple[WholeCopy, ...]:
@@ -95,13 +122,13 @@ def whole_copies(directory: Path) -> tuple[WholeCopy, ...]:
 
 
 def read_copy(directory: Path, unit: str, step: int) -> UnitState:
-    """A unit at the end of a step, from a copy of any rank of this host. IncompleteError if there is none."""
+    """A unit at the end of a step, from a copy of any rank of this host. IncompleteError if there is none, OSError."""
     for _, of, path in _whole(directory):
         if of != step:
             continue
         try:
             found = _File.open(path).read(step, str(path)).get(unit)
-        except (OSError, LastWordsError) as error:
+        except (FileNotFoundError, LastWordsError) as error:
             _log.warning("%s cannot be read: %s", path, error)
             continue
         if found is not None:
@@ -111,7 +138,12 @@ def read_copy(directory: Path, unit: str, step: int) -> UnitState:
 
 def _whole(directory: Path) -> Iterator[tuple[int, int, Path]]:
     """Rank, step and file of each copy that is whole."""
-    for path in sorted(directory.glob("rank_*.copy?")):
+    try:
+        there = sorted(directory.glob("rank_*.copy?"))
+    except OSError as error:  # no descriptor is left
+        _log.warning("the copies in %s cannot be looked for: %s", directory, error)
+        return
+    for path in there:
         if (rank := path.stem.removeprefix("rank_")).isdecimal() and (step := _step_of(path)) is not None:
             yield int(rank), step, path
 
@@ -178,6 +210,11 @@ class _File:
     def _say(self, step: int, described: int) -> None:
         self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, self._sequence, step, described)
 
+    def void(self) -> None:
+        """What is there is no copy any more."""
+        self._sequence += 1 + self._sequence % 2
+        self._say(0, 0)
+
     def read(self, step: int, where: str = "a copy") -> dict[str, UnitState]:
         """Its units, whose tensors are this memory itself. FormatError."""
         magic, sequence, of, nbytes = _HEAD.unpack_from(self._memory)
@@ -196,7 +233,7 @@ class _File:
                     raise FormatError(f"{where} ends before {spec.name}")
                 tensors.append((spec, self._bytes[at : at + spec.nbytes].data))
                 at = _up(at + spec.nbytes)
-            units[unit] = UnitState(tensors, entry.meta)
+            units[unit] = UnitState(tensors, entry.meta, version=(where, sequence))
         return units
 
 

@@ -28,7 +28,7 @@ def describe(table: UnitTable, world_size: int, lines: Sequence[str] = (), *, co
                 str(table.tensors.get(unit, 0)),
                 f"{table.nbytes.get(unit, 0) / _MIB:.2f}",
                 ranks_text(holders, world_size),
-                "all, while a process of each host lives" if copied else may_die(len(holders)),
+                "any 1 of 1, if its host lives on" if copied and len(holders) == 1 else may_die(len(holders)),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -51,8 +51,13 @@ def describe(table: UnitTable, world_size: int, lines: Sequence[str] = (), *, co
 def warnings_of(table: UnitTable, *, copied: bool = False) -> list[str]:
     """What a user has to know before a death: units that no other rank holds, declarations that take nothing."""
     found = list(table.notes)
-    alone = () if copied else table.unprotected
-    if alone:
+    alone = table.unprotected
+    if alone and copied:
+        found.append(
+            f"{len(alone)} of {len(table.units)} units have one holder, whose copy in shared memory outlives its "
+            "process, but not its host, nor all processes there"
+        )
+    elif alone:
         some = ", ".join(alone[:4]) + (f" and {len(alone) - 4} more" if len(alone) > 4 else "")
         found.append(
             f"no redundancy: {len(alone)} of {len(table.units)} units have one holder ({some}). If that process is "

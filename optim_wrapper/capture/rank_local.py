@@ -122,7 +122,7 @@ class BoxRecorder:
         habits: what the box before this one, or the run that is resumed, has learned.
         """
         self.box = box
-        self._captures = tuple(capture for capture in captures if capture.regions)
+        self._captures = tuple(captures)
         self._slots: dict[int, tuple[SlotKind, int]] = {}
         self.late = Recurrence()
         """In which steps the state has moved between its tentative and its committed copy."""

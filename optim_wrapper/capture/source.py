@@ -115,7 +115,7 @@ class TrainerSource:
         if self._copy is not None:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
-            self._copy.take(snapshot.step, states)
+            self._copy.take_if_possible(snapshot.step, states)
 
     def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
         """The end of the newest step once more, with what has moved since; what of weights and groups has."""
@@ -150,6 +150,11 @@ class TrainerSource:
             with self._reader.aside():
                 copied = self._live(share.unit, step, stand, self._reader)
         return share_of(copied, share)
+
+    def forsake_copies(self) -> None:
+        """This rank's weights are wrong, and so may be what was copied of them."""
+        if self._copy is not None:
+            self._copy.forsake()
 
     def copied_unit(self, unit: str, step: int) -> UnitState:
         """The same from a whole copy: this rank's, or that of any other one of this host, which may be dead."""

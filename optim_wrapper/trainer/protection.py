@@ -109,17 +109,19 @@ class Protection:
             _log.info("%s", error)
         process = this_process(secrets.token_hex(8))
         core = ProcessorCore(rank, agreement.generation, 0, config.processor)
+        source = self._make_source(self.box_path)
         agent = self._agent = Agent(
             core,
             hello=lambda stand: Hello(
                 rank, agreement.generation, self._world.size, process, self._units, stand, self._shared
             ),
-            saver=SaverSpec(rank, agreement.job, tuple(config.roots), self._make_source(self.box_path)),
+            saver=SaverSpec(rank, agreement.job, tuple(config.roots), source),
             departure=self._departure,
             on_incident=self._on_incident,
             pass_on=lambda number: signals.pass_on(number),
             hand_back=lambda: signals.hand_back(),
             whole_copies=lambda: whole_copies(self.box_path(rank).parent) if config.processor.has_copy else (),
+            forsake_copies=source.forsake_copies,
         )
         self._asked_to_stop = lambda: core.asked_to_stop
         leaver = self._leaver

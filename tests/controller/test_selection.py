@@ -407,3 +407,9 @@ def test_an_older_step_is_taken_only_where_each_unit_has_a_copy_of_it() -> None:
 def test_the_step_of_the_start_is_saved_from_no_copy() -> None:
     answer = copied([computing(7), None], [{6}] * 2, one_step_back=True, base_step=6)
     assert isinstance(answer, NoDecision)
+
+
+def test_nothing_is_read_from_a_copy_of_weights_that_are_wrong() -> None:
+    torn = Stand(Phase.TORN, 8)
+    assert isinstance(copied([computing(7), torn], [{6, 7}] * 2, one_step_back=True), NoDecision)
+    assert isinstance(copied([computing(7), None], [{6, 7}] * 2, one_step_back=True), Decision), "the control"

@@ -134,6 +134,17 @@ def test_a_buffer_that_fits_no_more_leaves_the_others_whole(tmp_path: Path) -> N
     assert bytes(copy.regions["buffer/8.running_var"].data) == bn(model, 8).running_var.numpy().tobytes()
 
 
+def test_what_comes_to_a_model_without_buffers_gets_room(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    buffers = Buffers(model)
+    tensors = buffers.tensors
+    box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions((tensors,))))
+    BoxRecorder(box, (tensors,)).committed(1, b"{}")
+    model.register_buffer("late", torch.ones(3))
+    buffers.look()
+    assert tensors.needs_room
+
+
 def test_a_few_are_copied_one_by_one(tmp_path: Path) -> None:
     _, capture = opened(tmp_path, nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
     assert capture._gathered is None

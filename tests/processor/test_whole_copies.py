@@ -144,3 +144,56 @@ def test_other_files_are_passed_over(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"LWCOPY")
     assert whole_copies(tmp_path) == ()
     assert whole_copies(tmp_path / "none") == ()
+
+
+def test_copies_of_weights_that_were_found_wrong_are_none(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    for step in (1, 2):
+        mine.take(step, {"u": state(step)})
+    open_still = read_copy(tmp_path, "u", 2)
+    mine.forsake()
+    assert whole_copies(tmp_path) == ()
+    assert mine.get("u", 2) is None
+    assert values(open_still) == [2.0] * 5, "whoever reads it still does, and looks again"
+    with pytest.raises(IncompleteError):
+        read_copy(tmp_path, "u", 2)
+    mine.take(3, {"u": state(3)})
+    assert whole_copies(tmp_path) == (WholeCopy(3, 3),)
+
+
+def test_a_copy_that_is_written_over_while_it_is_read_has_another_version(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    mine.take(1, {"u": state(1)})
+    before = read_copy(tmp_path, "u", 1)
+    assert before.version == read_copy(tmp_path, "u", 1).version
+    mine.take(1, {"u": state(9)})
+    assert before.version != read_copy(tmp_path, "u", 1).version
+
+
+def test_without_descriptors_there_are_no_copies_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = copies(tmp_path)
+    mine.take(1, {"u": state(1)})
+
+    def none_left(*_: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "glob", none_left)
+    assert whole_copies(tmp_path) == ()
+
+
+def test_an_older_file_is_not_left_where_there_is_no_room_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = copies(tmp_path)
+    for step in (1, 2):
+        mine.take(step, {"u": state(step)})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    mine.take(3, {"u": state(3, 900_000)})
+    assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
+    monkeypatch.setattr(module.mmap, "mmap", full)
+    mine.take_if_possible(4, {"u": state(4, 2_000_000)})
+    assert mine.get("u", 4) is None, "and training goes on"
