@@ -88,8 +88,7 @@ def gradients_put_beside() -> None:
     def beside(parameter: Any, data: Any) -> None:
         parameter.grad = data
 
-    for name in ("carried_gradients", "zeroed_gradients"):
-        importlib.import_module(f"lastwords.optim_wrapper.capture.{name}").put_gradient = beside
+    importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").put_gradient = beside
 
 
 def gradients_of_extras_lost() -> None:
