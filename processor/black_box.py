@@ -221,6 +221,11 @@ class BlackBox:
         """Leave a region out of all copies begun from now on."""
         self._set_present(name, 0)
 
+    def leave_out(self, slot: int, name: str) -> None:
+        """The copy that is open in `slot` has no such region after all."""
+        place = self._map.slots[slot]
+        self._bytes[place.present_at + place.regions[name].index] = 0
+
     def begin(self, kind: SlotKind, step: int) -> int:
         """Open a slot for a copy of `step` (of an epoch: its number; facts: 0); returns the slot's number.
 
@@ -346,13 +351,12 @@ class BlackBox:
 
     def _set_present(self, name: str, present: int) -> None:
         regions = self._map.slots[0].regions
-        self._present[regions[name].index] = present
+        place = regions[name]
+        self._present[place.index] = present
         self._activations += 1
-        self._active_lazy = tuple(
-            name
-            for name, place in regions.items()
-            if place.spec.lazy and self._present[place.index] and not place.spec.committed_only
-        )
+        if place.spec.lazy and not place.spec.committed_only:
+            others = tuple(other for other in self._active_lazy if other != name)
+            self._active_lazy = (*others, name) if present else others
 
     def _same(self, name: str, one: int, other: int) -> bool:
         here, there = self._map.slots[one].regions[name], self._map.slots[other].regions[name]

@@ -16,10 +16,11 @@ import xxhash
 
 from lastwords import clock
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of
 from lastwords.optim_wrapper.capture.witness import StateName
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, overwrite, problem_of
 from lastwords.processor.black_box import RegionCopy
+from lastwords.sharding.dtensor import local_of
 from lastwords.torch_private import foreach_copy
 
 _log = logging.getLogger(__name__)
@@ -169,17 +170,16 @@ class BoundaryCopies:
 
         Raises MismatchError, before anything is changed, for one of another form.
         """
-        here = {kept: regions[kept.name] for kept in self.tensors.of_kind(PREFIX).values() if kept.name in regions}
+        saved = {name: regions[PREFIX + name.name] for name in self._live if PREFIX + name.name in regions}
         different = {
-            kept.name.removeprefix(PREFIX): f"saved {copy.dtype} {tuple(copy.shape)}, here {kept.region.dtype} "
-            f"{kept.region.shape}"
-            for kept, copy in here.items()
-            if not kept.fits(copy)
+            name.name: f"saved {copy.dtype} {tuple(copy.shape)}, here {form}"
+            for name, copy in saved.items()
+            if (form := _stored_form(self._live[name])) != (copy.dtype, tuple(copy.shape))
         }
         if different:
             raise MismatchError(f"saved parameters do not match this model: {different}", different=different)
-        for kept, copy in here.items():
-            kept.write(copy)
+        for name, copy in saved.items():
+            overwrite(self._live[name], tensor_of(copy))
 
 
 def names_in(regions: Iterable[str]) -> list[StateName]:
@@ -189,6 +189,11 @@ def names_in(regions: Iterable[str]) -> list[StateName]:
     [StateName(kind='model', name='k.weight', key=None)]
     """
     return [StateName("model", name.removeprefix(PREFIX)) for name in regions if name.startswith(PREFIX)]
+
+
+def _stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
+    local = local_of(tensor)
+    return region_dtype(local.dtype), tuple(local.shape)
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from lastwords.checkpoint.format import TYPE_NAMES
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import memory_at
-from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of, tensor_over, writing
+from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_places import Settled, TensorPlaces, Words, word_index
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES
@@ -40,12 +41,18 @@ GATHERED_MIN = 8
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, name in TYPE_NAMES.items() if code in DTYPE_BYTES and hasattr(torch, name)
 }
+_NOTHING = torch.empty(0)
 _WORD = 8
 _ZERO = np.zeros(1, np.int64)
 """Goes where the room between two regions is, which has to be the same in all copies."""
 
 Form = tuple[torch.Size, torch.dtype]
-Table = dict[Any, Any]
+
+
+class Table(Protocol):
+    """Where a tensor is found under a key: a dict, or what looks it up."""
+
+    def get(self, key: Any, /) -> Any: ...
 
 
 def region_dtype(dtype: torch.dtype) -> str | None:
@@ -107,7 +114,7 @@ class Kept:
         self.what, self.table, self.key = what, table, key
         self.waits, self.steady, self.optional = waits, steady, optional
         self.given_up, self.reforms = False, 0
-        tensor: torch.Tensor = table[key]
+        tensor: torch.Tensor = table.get(key)
         self._first: torch.Tensor | None = tensor if waits else None
         self._first_version = version_of(tensor)
         local = local_of(tensor)
@@ -123,7 +130,8 @@ class Kept:
     @property
     def tensor(self) -> torch.Tensor | None:
         """As it is now."""
-        return self.table.get(self.key)
+        tensor: torch.Tensor | None = self.table.get(self.key)
+        return tensor
 
     def changed(self) -> bool:
         """Whether it is another tensor than at the start, or has been written to."""
@@ -166,8 +174,7 @@ class Kept:
         """Give the tensor this content, of its form."""
         tensor = self.tensor
         assert tensor is not None, self.what
-        with writing(tensor):
-            local_of(tensor).copy_(tensor_of(saved))
+        overwrite(tensor, tensor_of(saved))
 
 
 def tensor_of(saved: RegionCopy) -> torch.Tensor:
@@ -190,13 +197,18 @@ class BoxTensors:
         self._reshaped: set[str] = set()
         self._active: list[Kept] = []
         self._away: list[Kept] = []  # optional ones that are not there
-        self._known: list[torch.Tensor] = []
+        self._known: list[torch.Tensor | None] = []  # None: optional, and not to be kept alive
         self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
         self._targets: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
         self._gathered: Gathered | None = None
+        self._joined: set[Kept] = set()
+        self._fixed: list[int] = []  # places of those that are not optional
+        self._loose: list[int] = []
         self._rest: dict[bool, list[int]] = {}  # of a tentative copy or not: those that are copied one by one
         self._names: dict[bool, frozenset[str]] = {}
         self._checked: list[int] = []  # places of those whose form may change under the same object
+        self._sharded: list[int] = []
         self._forms: list[Form] = []
         self._held: dict[int, frozenset[str]] = {}
 
@@ -221,7 +233,7 @@ class BoxTensors:
     def want(self, name: str) -> None:
         """One that waits is in the copies from now on."""
         if (kept := self._waiting.pop(name, None)) is not None:
-            kept.waits = False
+            kept.waits, kept._first = False, None
             self._see(kept)
 
     def look(self) -> None:
@@ -242,7 +254,7 @@ class BoxTensors:
             self.needs_room = True
         elif not kept.waits:
             self._activate(kept)
-            self._arrange()
+            self._arrange(steady=kept.steady)
 
     def get(self, name: str) -> Kept | None:
         """What is in the copies under this name."""
@@ -271,7 +283,7 @@ class BoxTensors:
         """Prepare the copies into each step slot of `box`, whose layout has `regions`; replaces an earlier box."""
         self._box, self.needs_room = box, False
         self._active, self._known, self._sources, self._away = [], [], [], []
-        self._targets = {slot: [] for slot in box.step_slots}
+        self._targets, self._views = {slot: [] for slot in box.step_slots}, {}
         self._held = {}
         for kept in self._kept.values():
             if not kept.waits:
@@ -282,17 +294,35 @@ class BoxTensors:
         """Before a copy is begun: see what has been written for the first time, was replaced, or has come back."""
         for name in [name for name, kept in self._waiting.items() if kept.changed()]:
             self.want(name)
-        if (
-            not all(map(is_, self._known, [kept.table.get(kept.key) for kept in self._active]))
-            or [form_of(self._sources[place]) for place in self._checked] != self._forms
-            or not all(_has_memory(self._sources[place]) for place in self._checked)
-        ):
+        if not (self._are_there() and self._look_up_loose()):
             self._follow()
         if back := [kept for kept in self._away if (tensor := kept.tensor) is not None and not unstorable(tensor)]:
             self._away = [kept for kept in self._away if kept not in back]
             for kept in back:
                 self._activate(kept)
-            self._arrange()
+            self._arrange(steady=False)
+
+    def _are_there(self) -> bool:
+        """Whether all that are not optional are the same tensors as before, of the same form, and can be read."""
+        known, sources = self._known, self._sources
+        live = [self._active[place].table.get(self._active[place].key) for place in self._fixed]
+        return (
+            all(map(is_, [known[place] for place in self._fixed], live))
+            and [form_of(sources[place]) for place in self._checked] == self._forms
+            and all(_has_memory(sources[place]) for place in self._checked)
+            and all(local_of(cast(torch.Tensor, known[place])) is sources[place] for place in self._sharded)
+        )
+
+    def _look_up_loose(self) -> bool:
+        """See where the optional ones are now, which are not kept alive between two copies; whether all fit."""
+        for place in self._loose:
+            kept = self._active[place]
+            if (tensor := kept.tensor) is None:
+                return False
+            self._sources[place] = local = local_of(tensor)
+            if (local.shape, local.dtype) != (kept.region.shape, kept.dtype) or not _has_memory(local):
+                return False
+        return True
 
     def capture(self, slot: int) -> None:
         """Take the tensors into an open step slot."""
@@ -300,9 +330,14 @@ class BoxTensors:
         try:
             self._copy(slot, early)
         except RuntimeError:
+            before = self._names[early]
             self._follow()  # what does not fit is named now, so its older bytes count for nothing
+            for name in before - self._names[early]:
+                self._bound.leave_out(slot, name)
             self._copy(slot, early)
         self._held[slot] = self._names[early]
+        for place in self._loose:
+            self._sources[place] = _NOTHING
 
     # ------------------------------------------------------------------ inside
 
@@ -313,7 +348,7 @@ class BoxTensors:
 
     def _copy(self, slot: int, early: bool) -> None:
         if self._gathered is not None and not self._gathered.copy(slot):
-            self._arrange()
+            self._arrange(steady=True)
             if self._gathered is not None:
                 self._gathered.copy(slot)
         sources, targets, rest = self._sources, self._targets[slot], self._rest[early]
@@ -330,15 +365,19 @@ class BoxTensors:
             self._bound.activate(name)
         except StorageError as error:
             kept.given_up = True
-            self._say(f"{kept.what} has changed but could not be copied: {error}")
+            why = os.strerror(error.errno) if error.errno else str(error)
+            self._say(f"{kept.what} has changed but could not be copied: {why}; enlarge /dev/shm")
             return
         tensor = kept.tensor
         assert tensor is not None
         self._active.append(kept)
-        self._known.append(tensor)
+        self._known.append(None if kept.optional else tensor)
         self._sources.append(local_of(tensor))
         for slot, targets in self._targets.items():
-            targets.append(tensor_over(self._bound.region(slot, name), kept.dtype, kept.region.shape))
+            if (slot, name) not in self._views:
+                view = tensor_over(self._bound.region(slot, name), kept.dtype, kept.region.shape)
+                self._views[slot, name] = view
+            targets.append(self._views[slot, name])
 
     def _follow(self) -> None:
         """Follow those that are another tensor now; one that does not fit any more is given up."""
@@ -346,12 +385,16 @@ class BoxTensors:
         for place, kept in enumerate(self._active):
             if not self._fits(kept):
                 gone.append(kept)
-            elif (tensor := kept.tensor) is not self._known[place]:
-                assert tensor is not None
-                self._known[place], self._sources[place] = tensor, local_of(tensor)
-                lies_elsewhere |= kept.steady
-        if gone or lies_elsewhere:
+                continue
+            tensor = kept.tensor
+            assert tensor is not None
+            local = local_of(tensor)
+            lies_elsewhere |= kept.steady and local is not self._sources[place]
+            self._known[place], self._sources[place] = None if kept.optional else tensor, local
+        if gone:
             self._drop(gone)
+        if lies_elsewhere:
+            self._arrange(steady=True)
 
     def _drop(self, kept: Sequence[Kept]) -> None:
         for place in reversed(range(len(self._active))):
@@ -361,7 +404,7 @@ class BoxTensors:
             del self._active[place], self._known[place], self._sources[place]
             for targets in self._targets.values():
                 del targets[place]
-        self._arrange()
+        self._arrange(steady=any(one.steady for one in kept))
 
     def _fits(self, kept: Kept) -> bool:
         """Whether it can be copied into its region; if not, it is given up, and that is said."""
@@ -379,27 +422,36 @@ class BoxTensors:
             self._say(f"{kept.what} {problem}")
         return False
 
-    def _arrange(self) -> None:
-        """See which are copied together: those whose form nobody changes, and whose bytes lie as in the box."""
+    def _arrange(self, *, steady: bool = True) -> None:
+        """See which are copied how. steady: those that are copied together may be others than before."""
         places = range(len(self._active))
-        # Nobody gives the buffers of a BatchNorm another form under the same object, and there may be hundreds.
-        self._checked = [place for place in places if not self._active[place].steady]
+        if steady:
+            self._gather(places)
+        self._loose = [place for place in places if self._active[place].optional]
+        self._fixed = [place for place in places if not self._active[place].optional]
+        # Of those that are copied together nobody changes the form under the same object, and there may be hundreds.
+        self._checked = [place for place in self._fixed if self._active[place] not in self._joined]
         self._forms = [form_of(self._sources[place]) for place in self._checked]
+        self._sharded = [place for place in self._fixed if is_dtensor(self._known[place])]
+        alone = [place for place in places if self._active[place] not in self._joined]
+        for early in (False, True):
+            taken = {place for place in places if not (early and self._active[place].region.committed_only)}
+            self._rest[early] = [place for place in alone if place in taken]
+            self._names[early] = frozenset(self._active[place].name for place in taken)
+
+    def _gather(self, places: Iterable[int]) -> None:
+        """Copy those together whose form nobody changes, and whose bytes lie as in the box."""
         targets = next(iter(self._targets.values()), [])
         together = [
             place
             for place in places
             if self._active[place].steady and _can_be_gathered(self._sources[place], targets[place])
         ]
-        self._gathered = None
+        self._gathered, self._joined = None, set()
         if len(together) >= GATHERED_MIN:
             into = {slot: [every[place] for place in together] for slot, every in self._targets.items()}
             self._gathered = Gathered([self._sources[place] for place in together], into)
-        alone = [place for place in places if self._gathered is None or place not in {*together}]
-        for early in (False, True):
-            taken = {place for place in places if not (early and self._active[place].region.committed_only)}
-            self._rest[early] = [place for place in alone if place in taken]
-            self._names[early] = frozenset(self._active[place].name for place in taken)
+            self._joined = {self._active[place] for place in together}
 
     def _say(self, reason: str) -> None:
         if self.ledger.tell(reason):
@@ -408,7 +460,8 @@ class BoxTensors:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """False where the storage has been resized to less than the tensor takes: reading it would end the process."""
-    return tensor.untyped_storage().nbytes() >= tensor.nbytes or not unstorable(tensor)
+    plain = tensor.layout is torch.strided and not tensor.storage_offset() and tensor.is_contiguous()
+    return (plain and tensor.untyped_storage().nbytes() >= tensor.nbytes) or not unstorable(tensor)
 
 
 def _can_be_gathered(tensor: torch.Tensor, target: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ rank as the model's own do; of those the larger ones are left to the extras.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -180,7 +180,7 @@ class Buffers:
             kept, copy = known[name], saved[name]
             if not kept.fits(copy):
                 device = next((one.device for one in (kept.tensor,) if one is not None), torch.device("cpu"))
-                put(kept.table, kept.key, _empty_of(copy, device))
+                put(cast(dict[str, torch.Tensor | None], kept.table), kept.key, _empty_of(copy, device))
                 if (twin := kept.reformed()) is not None:
                     self.tensors.add(twin)
         for name, copy in sorted(saved.items()):
@@ -238,10 +238,12 @@ class ExtraBuffers:
         missing = []
         for kept in self.tensors.of_kind(EXTRA_PREFIX).values():
             copy = regions.get(kept.name)
-            if copy is None or not kept.fits(copy) or kept.misfit():
+            if (twin := kept if not kept.misfit() else kept.reformed()) is None or copy is None or not twin.fits(copy):
                 missing.append(kept.what)
-            else:
-                kept.write(copy)
+                continue
+            if twin is not kept:
+                self.tensors.add(twin)
+            twin.write(copy)
         if not missing:
             return ()
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of, unstorable
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.value_copies import put_gradient
@@ -58,6 +58,22 @@ class _AlwaysKept(GradientHabit):
         return False
 
 
+class _Live:
+    """Where the gradients are that the next step goes on with, and `ZEROED`: they may be replaced, or dropped."""
+
+    def __init__(self) -> None:
+        self.carried: dict[str, torch.Tensor] = {}  # the parameters
+        self.zeroed: torch.Tensor | None = None
+
+    def get(self, name: str, /) -> torch.Tensor | None:
+        parameter = self.carried.get(name)
+        return parameter.grad if parameter is not None else self.zeroed if name == ZEROED else None
+
+
+def _gradients_in(regions: Mapping[str, RegionCopy]) -> dict[str, RegionCopy]:
+    return {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
+
+
 class CarriedGradients:
     """Keeps the gradients of `parameters`, by name, in `tensors`. Training thread."""
 
@@ -77,8 +93,7 @@ class CarriedGradients:
         self.habits = [GradientHabit(one, self.backward, always=len(optimizers) > 1) for one in optimizers]
         self._alone = self.habits[0] if len(self.habits) == 1 and not scalers else None
         self.tensors = tensors or BoxTensors()
-        self._live: dict[str, torch.Tensor] = {}
-        """What the next step goes on with, and `ZEROED`."""
+        self._live = _Live()
         self._ordered: list[torch.Tensor] = []  # the parameters that `ZEROED` speaks of
         self._flags = bytearray()
         self._strays = GradientHabit(cast(Any, _Strays()), self.backward)
@@ -158,7 +173,7 @@ class CarriedGradients:
         if updated:
             present = {name: one for name, one in present.items() if id(one) in kept or self._waits(one)}
         if present and not (skipped and not self._idle and not kept):
-            self._carry({name: one.grad for name, one in present.items() if one.grad is not None})
+            self._carry(present)
 
     def _next_ones(self) -> list[GradientHabit]:
         """Of the optimizers that have updated, those whose gradients are already the next update's."""
@@ -176,7 +191,7 @@ class CarriedGradients:
 
     def _look_at_zeroed(self) -> None:
         zeroed = [habit for habit in self.habits if habit.habit is Habit.ZEROED]
-        if not zeroed and ZEROED not in self._live:
+        if not zeroed and not self._flags:
             return
         if len(self._ordered) != self._counted():
             self._ordered = [*self._trained().values()]
@@ -188,7 +203,7 @@ class CarriedGradients:
         if len(flags) == len(self._flags):
             self._flags[:] = flags
         elif flags:
-            self._flags, self._live[ZEROED] = flags, torch.frombuffer(flags, dtype=torch.uint8)
+            self._flags, self._live.zeroed = flags, torch.frombuffer(flags, dtype=torch.uint8)
             self._keep(ZEROED, "which gradients are zero")
 
     def _zeroed_are_others(self) -> bool:
@@ -239,21 +254,18 @@ class CarriedGradients:
     @property
     def carried(self) -> list[str]:
         """Names of those that the next step goes on with."""
-        return [name.removeprefix(PREFIX) for name in self._live if name != ZEROED]
+        return [name.removeprefix(PREFIX) for name in self._live.carried]
 
-    def _carry(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        for name in self.carried:
-            del self._live[PREFIX + name]
-        for name, gradient in gradients.items():
-            local = local_of(gradient)
-            if region_dtype(local.dtype) is None or local.layout is not torch.strided:
-                self._give_up(f"the gradient of {name!r} ({local.dtype}, {local.layout}) cannot be captured")
+    def _carry(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._live.carried = {PREFIX + name: one for name, one in parameters.items()}
+        for name, one in parameters.items():
+            if one.grad is not None and (problem := unstorable(one.grad)):
+                self._give_up(f"the gradient of {name!r} {problem}")
                 return
-        if not gradients:
+        if not parameters:
             return
-        self._live |= {PREFIX + name: gradient for name, gradient in gradients.items()}
-        for name in gradients:
-            self._keep(PREFIX + name, f"the gradient of {name!r}", late=True)
+        for name in parameters:
+            self._keep(PREFIX + name, "the gradients that are carried from step to step", late=True)
         nbytes = sum(kept.region.nbytes for kept in self.tensors.of_kind(PREFIX).values())
         if nbytes > BYTES_MAX:
             self._give_up(
@@ -273,16 +285,21 @@ class CarriedGradients:
         for kept in self.tensors.of_kind(PREFIX).values():
             self.tensors.remove(kept.name)
 
+    def refuse(self, regions: Mapping[str, RegionCopy]) -> None:
+        """Raises MismatchError for gradients of no parameter, or of another form."""
+        here = self._all()
+        for name, copy in _gradients_in(regions).items():
+            local = local_of(here[name]) if name in here else None
+            if local is None or (region_dtype(local.dtype), tuple(local.shape)) != (copy.dtype, tuple(copy.shape)):
+                raise MismatchError(f"the saved gradient of {name!r} matches no parameter here", extra=[name])
+
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
         """Give the parameters the gradients that they had; other regions are ignored.
 
         Raises MismatchError, before anything is changed, for those of no parameter, or of another form.
         """
-        here = self._all()
-        saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
-        for name, copy in saved.items():
-            if name not in here or tuple(local_of(here[name]).shape) != tuple(copy.shape):
-                raise MismatchError(f"the saved gradient of {name!r} matches no parameter here", extra=[name])
+        self.refuse(regions)
+        here, saved = self._all(), _gradients_in(regions)
         reasons = self._restore_zeroed(regions)
         without = self._without_optimizer() if saved else {}
         self._know_strays({name: one for name, one in without.items() if name in saved})

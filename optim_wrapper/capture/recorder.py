@@ -261,8 +261,9 @@ class StepRecorder:
         self, regions: Mapping[str, RegionCopy], forms: SavedForms, any_rank: Iterable[str] = ()
     ) -> list[str]:
         """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
+        self.gradients.refuse(regions)
         reasons = [*self.buffers.restore(regions, forms)]
-        self.watch.keep(names_in({*regions, *any_rank}))
+        self.watch.keep(names_in(dict.fromkeys([*regions, *any_rank])))
         self.watch.copies.restore(regions)
         return [*reasons, *self.gradients.restore(regions)]
 
