@@ -7,9 +7,9 @@ is a mesh, its last axis varies fastest from rank to rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class Parallel:
     backward: bytes and targets to the loss; every gradient is averaged when it returns, and `clip` scales them.
     replica: which of the `replicas` slices of the data is this rank's. Random numbers are seeded with it and never
     with the rank: ranks that share a replica's work, such as those of tensor parallelism, have to draw the same ones.
-    units: what lastwords has to be told, where it cannot see it.
+    units: what lastwords has to be told, where it cannot see it. copy: whether each rank is to keep copies.
     """
 
     model: nn.Module
@@ -71,6 +71,7 @@ class Parallel:
     replica: int
     replicas: int
     units: Callable[[], tuple[Any, ...]] = tuple
+    copy: Literal["auto", True] = "auto"
 
 
 def loss_and_gradients(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -99,6 +100,13 @@ def hsdp(task: Task) -> Parallel:
     """Weights and optimizer are sharded over `parts` ranks; each shard has as many holders as there are replicas."""
     model = fully_sharded(Transformer(task.shape), task.mesh("replicate", "shard"))
     return _averaged_by_torch(model, task.optimizer(model.parameters()))
+
+
+def fsdp(task: Task) -> Parallel:
+    """Weights and optimizer are sharded over all ranks: each part has one holder, and a copy that outlives it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    model = fully_sharded(Transformer(task.shape), mesh)
+    return replace(_averaged_by_torch(model, task.optimizer(model.parameters())), copy=True)
 
 
 def _averaged_by_torch(model: nn.Module, optimizer: Optimizer) -> Parallel:
@@ -235,5 +243,6 @@ def moe(task: Task) -> Parallel:
 
 
 LAYOUTS: dict[str, Callable[[Task], Parallel]] = {
-    "tp": tp, "hsdp": hsdp, "pp": pp, "zero1": zero1, "moe": moe, "ddp": ddp, "fsdp-tp": fsdp_tp, "pp-tp": pp_tp
+    "tp": tp, "hsdp": hsdp, "fsdp": fsdp, "pp": pp, "zero1": zero1, "moe": moe, "ddp": ddp,
+    "fsdp-tp": fsdp_tp, "pp-tp": pp_tp,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """The demo in a parallel layout: train, `kill -9` one worker, resume, and compare with a run that was never killed.
 
-python -m demo.transformer.run --layout hsdp      or tp, pp, zero1, moe, ddp (4 ranks), fsdp-tp, pp-tp (8 ranks)
+python -m demo.transformer.run --layout hsdp      or fsdp, tp, pp, zero1, moe, ddp (4 ranks), fsdp-tp, pp-tp (8 ranks)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from demo import story
 WORDS = {
     "tp": "2 replicas x 2 ranks that share each layer (tensor parallelism)",
     "hsdp": "2 replicas x 2 shards (FSDP2)",
+    "fsdp": "4 shards without a replica, and a copy of each in shared memory (FSDP2)",
     "pp": "a pipeline of 2 stages x 2 replicas",
     "zero1": "4 replicas, their optimizer's state sharded over pairs (ZeroRedundancyOptimizer)",
     "moe": "4 replicas, their experts spread over pairs",
@@ -37,7 +38,8 @@ def main() -> int:
         f"[dim]A transformer over bytes: {WORDS[args.layout]}; seed {seed} chooses the victim.[/]\n"
     )
     shape = ("--layout", args.layout, "--epochs", str(args.epochs), "--windows", str(args.windows))
-    demo = story.Demo(title, "demo.transformer.train", ranks, shape, seed, args.out, never_killed=("--plain",))
+    plain, again = ("--plain",), int(args.layout == "fsdp")
+    demo = story.Demo(title, "demo.transformer.train", ranks, shape, seed, args.out, plain, done_again=again)
     return story.tell(demo)
 
 

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 4 -m demo.transformer.train                     # kill -9 a worker while it runs
 torchrun --standalone --nproc-per-node 4 -m demo.transformer.train --is_recover 1      # goes on at the next step
-torchrun --standalone --nproc-per-node 4 -m demo.transformer.train --layout hsdp       # or pp, zero1, moe, ddp
+torchrun --standalone --nproc-per-node 4 -m demo.transformer.train --layout hsdp       # or fsdp, pp, zero1, moe, ddp
 torchrun --standalone --nproc-per-node 8 -m demo.transformer.train --layout fsdp-tp    # or pp-tp
 torchrun --standalone --nproc-per-node 4 -m demo.transformer.train --is_recover 1      # on fewer ranks, as another one
 """
@@ -77,6 +77,7 @@ def main() -> None:
             optimizer=optimizer,
             extras={"scheduler": scheduler},
             units=parallel.units(),
+            copy=parallel.copy,
         )
     )
     with tft:
