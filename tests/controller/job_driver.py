@@ -46,6 +46,7 @@ from lastwords.vocabulary import (
     Settled,
     Stand,
     Status,
+    WholeCopy,
 )
 
 GENERATION = 3
@@ -139,10 +140,12 @@ class JobDriver:
         for rank in range(self.ranks):
             self.hear(Status(rank, GENERATION, computing(step)))
 
-    def settle(self, rank: int, stand: Stand, incident: int = 1, sequence: int = 0) -> list[Effect]:
+    def settle(
+        self, rank: int, stand: Stand, incident: int = 1, sequence: int = 0, copies: tuple[WholeCopy, ...] = ()
+    ) -> list[Effect]:
         """A Settled, newer than those before unless a sequence is given."""
         self._sequence += 1
-        return self.hear(Settled(rank, GENERATION, incident, sequence or self._sequence, stand))
+        return self.hear(Settled(rank, GENERATION, incident, sequence or self._sequence, stand, copies))
 
     def kill(self, rank: int, source: DeathSource = DeathSource.ROBUST_MUTEX) -> list[Effect]:
         """The host watch speaks."""

@@ -22,7 +22,19 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.saving import Saving
 from lastwords.processor.departure import verdict_of
-from lastwords.vocabulary import PERIODIC, Exit, ExitKind, Goodbye, Hello, Phase, ProcessId, Raised, Save, Stand
+from lastwords.vocabulary import (
+    PERIODIC,
+    Exit,
+    ExitKind,
+    Goodbye,
+    Hello,
+    Phase,
+    ProcessId,
+    Raised,
+    Save,
+    Stand,
+    WholeCopy,
+)
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
 
@@ -876,3 +888,61 @@ def test_one_refusal_more_is_taken_for_every_fourth_host(hosts: int, more: int) 
         writers.refuse(rank, "no space")
     assert writers.targets() == (1,)
     assert writers.targets(forgiven=True) == (0, 1)
+
+
+# --------------------------------------------------------------------------- whole copies
+
+
+def copied(*steps: int, incident: int = 1) -> JobDriver:
+    """Each of three ranks alone holds a unit. The last one has died; the others know of these copies of its unit."""
+    job = JobDriver(3, units=("u0", "u1", "u2"))
+    job.kill(2)
+    for rank in range(2):
+        job.settle(rank, computing(5), incident, copies=tuple(WholeCopy(2, step) for step in steps))
+    return job
+
+
+def test_what_a_dead_rank_has_held_is_read_from_its_copy() -> None:
+    job = copied(4, 5)
+    orders = job.sent(Save)
+    assert {rank: order.copied for rank, order in orders.items()} == {0: ("u2",), 1: ()}
+    assert all(order.step == 5 for order in orders.values())
+
+
+def test_copies_that_were_told_of_another_incident_count_for_nothing() -> None:
+    job = copied(4, 5, incident=7)
+    assert not job.sent(Save)
+    for rank in range(2):
+        job.settle(rank, computing(5))
+    assert {order.kind for order in job.sent(Exit).values()} == {ExitKind.NOT_SAVED}
+
+
+def test_a_copy_that_cannot_be_read_costs_nobody_its_place() -> None:
+    job = copied(5)
+    job.save_failed(0, 5)
+    assert {order.kind for order in job.sent(Exit).values()} == {ExitKind.NOT_SAVED}, "nothing else has that unit"
+    golden.says(job.sent(Exit)[0].reason)
+
+
+def test_only_the_copies_of_what_was_read_are_forgotten() -> None:
+    job = JobDriver(4, units=("u0", "u1", "u2", "u3"))
+    job.kill(2)
+    job.kill(3)
+    for rank in range(2):
+        job.settle(rank, computing(5), copies=(WholeCopy(2, 5), WholeCopy(3, 5)))
+    (reader,) = [rank for rank, order in job.sent(Save).items() if order.copied == ("u2",)]
+    job.save_failed(reader, 5)
+    reason = job.sent(Exit)[0].reason
+    assert "u2 cannot" in reason
+    assert "u3 cannot" not in reason
+
+
+def test_who_goes_on_one_step_back_is_told_which_step_is_done_again() -> None:
+    job = JobDriver(2, units=("u0", "u1"))
+    job.kill(1)
+    job.settle(0, computing(6), copies=(WholeCopy(0, 5), WholeCopy(1, 5)))
+    assert job.sent(Save)[0].copied == ("u0", "u1")
+    job.saved(0, 5)
+    job.verified()
+    job.published()
+    golden.says(job.sent(Exit)[0].reason)
