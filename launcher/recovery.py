@@ -153,9 +153,8 @@ def _saved(step: int, incident: Mapping[str, Any] | None, *, exact: bool) -> str
     stands = [_STAND.fullmatch(one.get("stand", "")) for one in incident["events"]] if incident is not None else []
     ended = max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=step)
     if incident is not None and incident.get("outcome", SAVED) == SAVED:
-        if ended > step:  # what was saved is from whole copies
-            again = f"step {ended} is" if ended == step + 1 else f"steps {step + 1} to {ended} are"
-            return f"step {step} was saved, and {again} done again"
+        if ended > incident.get("step", step):  # what was saved is from whole copies
+            return f"step {step} was saved, and step {ended} is done again"
         return f"{'nothing lost, ' if exact else ''}step {step} was saved"
     lost = f"STEPS {step + 1} TO {ended} ARE LOST, " if ended > step else ""
     why = f"NOT SAVED ({incident['reason']}): " if incident is not None and lost else ""

@@ -278,6 +278,14 @@ def test_a_finished_part_of_a_step_below_the_survivors_does_not_count() -> None:
     assert (answer.step, answer.kept) == (8, ())
 
 
+def test_of_two_finished_parts_of_one_rank_the_newest_counts() -> None:
+    """It has one file in a checkpoint."""
+    parts = [Part(0, 2, 7, 0, ("A",), ()), Part(0, 1, 7, 0, ("B",), (0,))]
+    decision = choose([None, computing(7)], ["A+B", "A+B"], parts=parts)
+    assert decision.kept == (parts[0],)
+    assert decision.writers[1].units == ("B",)
+
+
 def test_nothing_is_left_to_write_when_all_parts_are_finished() -> None:
     answer = choose([None, None], parts=[part(0, local_ranks=(0, 1))])
     assert (answer.step, answer.writers) == (7, {})

@@ -156,6 +156,17 @@ def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, m
     assert "threads" in told[1][1]
 
 
+@pytest.mark.parametrize("reached", [31, 32])
+def test_a_step_that_a_survivor_had_ended_and_that_is_not_saved_is_said_to_be_done_again(reached: int) -> None:
+    recovery = training()
+    recovery.died(1, KILLED, 20.0)
+    recovery.entered(1, 20.1)
+    for rank in range(3):
+        recovery.begun(rank, 31, 20.2, "")
+    settled = {"what": "settled", "mono_s": 20.0, "rank": 0, "stand": f"COMPUTING({reached})"}
+    golden.says(sentence(json.dumps(again(recovery)), {"known_mono_s": 20.0, "step": 31, "events": [settled]}))
+
+
 def test_what_the_controller_knows_of_an_end_is_in_the_sentence() -> None:
     """It has watched the process for longer, or is the only one that has seen how it ended."""
     for code, how in ((KILLED, "SIGKILL"), (UNKNOWN_CODE, "")):
