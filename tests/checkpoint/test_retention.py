@@ -160,7 +160,7 @@ def test_upstream_s_numbers() -> None:
     assert Rules.upstream() == Rules(5, 0)
     assert Rules.upstream(3, 10) == Rules(3, 0)
     assert Rules.upstream(None, 10) == Rules.upstream(0, 10) == Rules(0, 10)
-    assert Rules.upstream(0, 0) == Rules.upstream(None, None) == Rules(1, 0)
+    assert Rules.upstream(0) == Rules.upstream(0, 0) == Rules.upstream(None, None) == Rules(1, 0)
     with pytest.raises(ConfigError):
         Rules.upstream(-1)
 

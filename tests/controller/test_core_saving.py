@@ -545,6 +545,19 @@ def test_a_verification_that_could_not_look_discards_nothing_and_looks_again() -
     assert job.sent(Exit)[1].kind is ExitKind.SAVED
 
 
+def test_a_verification_that_looks_again_has_its_time_once_more() -> None:
+    job = saving(fallback=True)
+    job.saved(0, 5)
+    job.wait(100)
+    job.verify_blocked()
+    job.wait(0.25)
+    assert job.starts() is not None
+    job.wait(100)
+    assert job.core.state is State.VERIFYING
+    job.wait(21)
+    assert job.sent(Save)[0].target == 1
+
+
 def test_a_verification_that_can_never_look_ends_with_the_files_kept() -> None:
     job = saving()
     job.saved(0, 5)
@@ -696,6 +709,22 @@ def test_of_each_directory_that_is_kept_it_is_said_whose_files_are_there() -> No
     job.kill(2)
     assert job.keeps() == [(1, 5), (2, 5)]
     golden.says(job.sent(Exit)[0].reason)
+
+
+def test_what_is_kept_in_the_fallback_directory_is_said_to_be_there() -> None:
+    job = saving(fallback=True)
+    job.save_failed(0, 5, storage=True)
+    attempt = job.sent(Save)[0].attempt
+    job.saved(0, 5, attempt=attempt)
+    while not (ended := job.sent(Exit)):
+        if job.core.state is State.VERIFYING:
+            job.verify_blocked(attempt=attempt)
+        elif writers := job.sent(Save):
+            ((writer, order),) = writers.items()
+            job.save_failed(writer, 5, attempt=order.attempt, storage=True)
+        if not job.sent(Exit) and not job.sent(Save):
+            job.wait(0.25)
+    golden.says(ended[0].reason)
 
 
 # --------------------------------------------------------------------------- farewell
@@ -859,6 +888,17 @@ def test_a_publication_that_comes_further_is_waited_for() -> None:
         job.wait(100)
         job.tell(StorageProgress(1, 1))
         assert job.core.state is State.PUBLISHING
+    job.wait(121)
+    assert job.core.state is State.SAVING
+
+
+def test_a_verification_waits_for_a_periodic_checkpoint_that_was_before_it_and_comes_further() -> None:
+    job = saving(fallback=True)
+    job.saved(0, 5)
+    for _ in range(10):
+        job.wait(100)
+        job.tell(StorageProgress(PERIODIC, 1))
+        assert job.core.state is State.VERIFYING
     job.wait(121)
     assert job.core.state is State.SAVING
 

@@ -328,6 +328,7 @@ def test_where_main_fails_whenever_it_is_entered_again_all_processes_are_replace
     assert isinstance(stop, Stop)
     begins(begun, 0, 1, 2)
     assert begun.handle(Ended(2, 1), 0.0) == [Start(2)]
+    assert wait(begun, 0, 1, 2, step=8) == [Enter(4, step=8)], "failures before a loop that has begun do not count"
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -488,6 +489,16 @@ def test_a_writer_that_was_stopped_for_a_moment_has_its_full_time() -> None:
     assert core.handle(Tick(), LEAVE_S + LOOK_ANSWER_S + START_NOTICE_S) == [Look(0)]
     (kill,) = core.handle(Tick(), END_S)
     assert isinstance(kill, Kill)
+
+
+def test_of_several_that_were_stopped_each_is_looked_at() -> None:
+    core = training()
+    core.handle(Ended(1, KILLED), 0.0)
+    for rank in (0, 2):
+        core.handle(Stopped(rank), LEAVE_NOTICE_S)
+    core.handle(Tick(), LEAVE_NOTICE_S)
+    effects = core.handle(Tick(), LEAVE_S)
+    assert {0, 2} <= {one.rank for one in effects if isinstance(one, Look)}
 
 
 def test_a_survivor_that_goes_on_when_others_have_left_has_as_long_as_they_wait() -> None:

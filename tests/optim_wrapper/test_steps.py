@@ -370,6 +370,14 @@ def test_a_list_that_is_done_is_not_opened_once_more() -> None:
     assert batches.opened == 1
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_the_streams_of_the_saved_step_are_put_back_whether_or_not_any_step_is_left(epochs: int) -> None:
+    restored: list[str] = []
+    resume = ResumeAt(2, BATCHES, None, lambda: restored.append("step"))
+    Run().train(loader=list(range(BATCHES)), epochs=epochs, resume=resume)
+    assert restored == ["step"]
+
+
 @pytest.mark.parametrize(
     ("epoch", "data", "epochs_opened"), [(1, "refetch", 2), (1, "skip", 1), (2, "refetch", 0), (2, "skip", 0)]
 )

@@ -310,13 +310,27 @@ def test_one_that_is_replaced_in_every_step_is_looked_at_where_it_stands() -> No
     since = witness.mark()
     assert (witness.replaced(), moved(witness, since)) == ([], [])
     table["m"] = table["m"] * 2
-    assert moved(witness, since) == ["a"]
+    assert (moved(witness, since), witness.replaced()) == (["a"], [])
     with torch.inference_mode():
         table["m"] = torch.ones(2)
     since = witness.mark()
     assert moved(witness, since) == []
     del table["m"]
     assert moved(witness, since) == ["a"]
+
+
+def test_a_buffer_that_is_replaced_in_every_step_is_named_only_if_its_module_is_replaced() -> None:
+    place = {"m": {"b": torch.ones(2)}}
+    name = StateName("buffer", "b")
+    witness = Witness(lambda: {name: Slot(place["m"]["b"], place["m"], "b")})
+    for _ in range(2):
+        witness.look()
+        place["m"]["b"] = torch.ones(2)
+    witness.look()
+    place["m"]["b"] = torch.ones(2)
+    assert witness.replaced() == []
+    place["m"] = {"b": torch.ones(2)}
+    assert witness.replaced() == [name]
 
 
 def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:

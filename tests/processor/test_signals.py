@@ -547,7 +547,7 @@ def test_a_script_that_handles_it_is_not_taken_at_its_word(when: str) -> None:
 
 def test_a_handler_in_c_is_kept(tmp_path: Path) -> None:
     with (tmp_path / "stacks").open("w+") as stacks:
-        faulthandler.register(signal.SIGUSR1, stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
         try:
             with asked() as asks:
                 signal.raise_signal(signal.SIGUSR1)
