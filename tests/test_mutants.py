@@ -143,6 +143,7 @@ def judged(root: Path, toy: str, test: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.thorough
 @pytest.mark.process
 def test_a_mutant_that_the_tests_notice_is_killed_and_another_one_survives(tmp_path: Path) -> None:
     toy = "def up(n):\n    while n < 9:\n        n = 100\n    return n\n"

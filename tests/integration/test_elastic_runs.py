@@ -53,7 +53,7 @@ MOVES: dict[str, tuple[Layout, Callable[[Rig, Layout], Launch], Layout]] = {
     "pp2xtp2xdp2-killed-tp2xdp2": (elastic("pp-tp", 8), ended_by_kill, elastic("tp", 4)),
     "ddp3-killed-ddp4": (elastic("ddp", 3, **TWELVE), ended_by_kill, elastic("ddp", 4, **TWELVE)),
 }
-USUAL_MOVES = ("tp4xdp2-killed-tp4",)
+USUAL_MOVES = ("ddp3-killed-ddp4",)
 MORE_MOVES = {
     "fsdp2xtp2xdp2-killed-tp4": (elastic("fsdp-tp", 8), ended_by_kill, elastic("tp", 4, **TP4)),
     "sharded-tp4xdp2-error-tp2xfsdp2": (SHARDED, ended_by_error, elastic("sharded-tp", 4)),

@@ -98,6 +98,7 @@ def test_a_rank_whose_own_streams_were_lost_still_draws_what_its_partner_draws(r
     assert len(set(first_streams(moved))) == 1
 
 
+@pytest.mark.thorough
 def test_without_sharing_ranks_of_one_replica_would_draw_different_numbers(rig: Rig) -> None:
     launch = ended(rig, elastic("tp", 4, dropout=True))
     moved = move(rig, launch, elastic("tp", 4, parts=4, dropout=True), sabotage=("no_shared_streams",))

@@ -156,6 +156,7 @@ def resumed_as(name: str, ranks: int, tmp_path: Path) -> dict[str, bytes]:
     return together(run_as(name, ranks, tmp_path / f"resume {name}", body, 1))
 
 
+@pytest.mark.thorough
 def test_parts_of_two_are_one_whole_four_parts_three_uneven_ones_and_a_dtensor_bit_for_bit(tmp_path: Path) -> None:
     state = saved_as("2 x 2", tmp_path)
     assert len(state["up/"]) == 8 * 6 * 4

@@ -41,8 +41,8 @@ from tests.integration.layouts import FEATURES, LAYOUTS, Net, Trial, build
 from tests.ledgers import told
 from tests.selection import more, usually
 
-LIKE_OTHERS = {"ddp", "tp", "fsdp", "ddp over tp", "fsdp, two optimizers", "zero1 halves"}
-"""Layouts whose parts are in the usual run in another combination."""
+USUAL = {"fsdp x tp", "hsdp", "pipeline stages", "zero1 halves, buckets"}
+"""Layouts whose parts are those of the others."""
 
 pytestmark = pytest.mark.process
 
@@ -184,7 +184,7 @@ UNITS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", usually(sorted(LAYOUTS), lambda name: name not in LIKE_OTHERS))
+@pytest.mark.parametrize("name", usually(sorted(LAYOUTS), USUAL))
 def test_every_layout_goes_on_bit_for_bit_from_one_file_for_each_unit(name: str, tmp_path: Path) -> None:
     answers = on_ranks(lambda rank: round_trip(name, tmp_path / "ckpt"), tmp_path)
     for rank, answer in enumerate(answers):
@@ -201,6 +201,7 @@ def test_every_layout_goes_on_bit_for_bit_from_one_file_for_each_unit(name: str,
 # ------------------------------------------------------------------ controls
 
 
+@pytest.mark.thorough
 def test_a_unit_without_its_optimizer_state_is_noticed(tmp_path: Path) -> None:
     answers = on_ranks(lambda rank: round_trip("hsdp", tmp_path / "ckpt", leave_out="ranks-1-3"), tmp_path)
     assert [answer["restored"] for answer in answers] == [True, False, True, False]

@@ -115,6 +115,7 @@ def dealt_out(strategy: Strategy, ranks: int) -> Strategy:
     return Strategy(ranks, tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "resumed"), [("fsdp x tp", (("plain", 1), ("fsdp", 3))), ("zero1", (("zero1", 3),))]
 )

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_forged_sizes_end_in_an_error_of_ours(tmp_path: Path) -> None:
     """Run with LASTWORDS_FORGERIES=3000 to look for what these do not meet."""
-    command = [sys.executable, "-m", "tests.optim_wrapper.forging", str(tmp_path), "0", str(2 * FORGERIES)]
+    command = [sys.executable, "-m", "tests.optim_wrapper.forging", str(tmp_path), "0", str(FORGERIES)]
     ended = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
