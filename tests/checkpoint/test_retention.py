@@ -675,3 +675,8 @@ def test_a_large_one_is_read_as_any_other(tmp_path: Path, monkeypatch: pytest.Mo
         file.write_bytes(content)
     prune([tmp_path], "job", Rules(1))
     assert (steps_in(tmp_path), sound_in(tmp_path)) == ([35, 36], [35])
+
+
+def test_a_name_that_no_job_can_have_is_refused(tmp_path: Path) -> None:
+    with golden.raises(ConfigError):
+        plan([tmp_path], "two/jobs", Rules(1))

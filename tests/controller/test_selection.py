@@ -345,6 +345,13 @@ def test_a_rank_that_can_write_nowhere_does_not_hold_its_step_in_vain() -> None:
     golden.says(answer.reason)
 
 
+def test_but_not_where_anything_else_than_the_directories_is_the_reason() -> None:
+    known = views([computing(7), computing(8), computing(7)], ("A", "B", "B"), "abc", {1: {0}})
+    answer = select(known, {"A", "B"})
+    assert isinstance(answer, NoDecision)
+    assert answer.kind is NoDecisionKind.NO_HOLDER
+
+
 def test_the_directory_that_saves_more_local_state_is_preferred() -> None:
     answer = choose([computing(7)] * 4, hosts="aabb", refused={0: {0}}, targets=(0, 1))
     assert (answer.target, answer.lost_local_ranks) == (1, ())

@@ -370,6 +370,21 @@ def test_a_list_that_is_done_is_not_opened_once_more() -> None:
     assert batches.opened == 1
 
 
+def test_which_step_has_ended_is_known_before_the_first_batch_is_asked_for() -> None:
+    seen: list[Any] = []
+
+    class Looks(Run):
+        def epoch_start(self, epoch: int) -> None:
+            seen.append(self.steps and (self.steps.epoch, self.steps.step))
+
+    batches = list(range(BATCHES))
+    for resume in (None, ResumeAt(1, 0, None, None), ResumeAt(1, 2, None, None)):
+        run = Looks()
+        assert Steps(loader=batches, epochs=1, events=run, resume=resume).step == (resume.step if resume else 0)
+        run.train(loader=batches, epochs=1, resume=resume)
+    assert seen == [(1, 0), (1, 0), (1, 2)]
+
+
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 def test_the_streams_of_the_saved_step_are_put_back_whether_or_not_any_step_is_left(epochs: int) -> None:
     restored: list[str] = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, Slot, StateName, Witness, tensors_of
+from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, Slot, StateName, Witness, _words_of, tensors_of
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors import tensor_places
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
@@ -106,6 +106,14 @@ def test_the_words_are_those_of_the_memory_that_a_tensor_has_now() -> None:
     assert moved(witness, since) == []
     tensors["w0"].data.add_(1)
     assert moved(witness, since) == ["w0"]
+
+
+def test_memory_that_is_too_short_for_its_tensor_is_not_looked_at() -> None:
+    tensor = torch.ones(4)
+    address = tensor.untyped_storage().data_ptr()
+    assert _words_of(tensor, address, 16, 0) is not None
+    assert _words_of(tensor, address, 15, 0) is None
+    assert _words_of(tensor, address, 16, 1) is None
 
 
 def test_one_that_has_no_memory_leaves_the_words_of_the_others_where_they_are() -> None:
@@ -227,6 +235,7 @@ def test_writes_are_counted() -> None:
     for _ in range(3):
         count(tensors["w1"])
     assert witness.writes(StateName("model", "w1"), since, witness.mark(since)) == 3
+    assert witness.writes(StateName("model", "nobody"), since, witness.mark(since)) == 0
 
 
 def test_names_are_words() -> None:
@@ -268,6 +277,14 @@ def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
     assert witness.replaced() == [StateName("optim", "a", "m")]
     tables["c"] = {"m": torch.ones(2)}
     assert witness.replaced() == [StateName("optim", "a", "m")], "an update has made what has come"
+
+
+def test_a_parameter_that_stands_in_no_table_is_named_when_it_is_another_one() -> None:
+    loose = {StateName("model", "w"): Slot(torch.ones(3))}
+    witness = Witness(lambda: loose)
+    witness.look()
+    loose[StateName("model", "w")] = Slot(torch.ones(3))
+    assert witness.replaced() == [StateName("model", "w")]
 
 
 def test_in_whose_place_nothing_stands_is_named_unless_an_update_may_have_taken_it_out() -> None:

@@ -16,7 +16,7 @@ WITH_DEATH_MIN = 20_000
 WITHOUT_DEATH = 400
 
 RARE = (1831, 1884, 13147, 21792, 29392)
-"""Schedules with transitions that few have: a rank dies while others still proceed, or raises in a step without update."""
+"""Schedules with transitions that few have: a death while others still proceed, an exception after a skipped update."""
 
 PLACES = {
     f"at {place.name}": least
