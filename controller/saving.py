@@ -54,7 +54,7 @@ class Saving:
         self._incident = incident
         self.attempt = 0
         self.writing: dict[int, Writing] = {}
-        self.finished: dict[tuple[int, int], Part] = {}  # by rank and target
+        self.finished: dict[tuple[int, int, int], Part] = {}  # by rank, target and step
         self.refused: dict[int, set[int]] = {}  # rank -> targets that its writes failed on
         self.barred: dict[int, set[int]] = {}  # of these, those that will not pass
         self._rejected: set[tuple[int, int, str]] = set()
@@ -97,8 +97,7 @@ class Saving:
         self.plan = (*decision.kept, *new)
         kept = set(decision.kept)
         self.writing = {rank: writing for rank, writing in self.writing.items() if writing.part in kept}
-        # Parts in another directory stay: if this one fails too, they may be all that is left of a dead writer.
-        self.finished = {key: part for key, part in self.finished.items() if part.step == self.step}
+        # Parts in another directory, or of another step, stay: if this one fails too, they may be all that is left.
         self._discard_unneeded()
         for part in new:
             order = Save(
@@ -151,7 +150,7 @@ class Saving:
         if writing is None or writing.part.step != step:
             return False
         del self.writing[rank]
-        self.finished[rank, writing.part.target] = writing.part
+        self.finished[rank, writing.part.target, step] = writing.part
         self._disarm_if_done()
         return True
 
@@ -285,7 +284,7 @@ class Saving:
         for rank in sorted(bad):
             self.refuse(rank, text or "the verification failed")
         for rank in bad:
-            self.finished.pop((rank, self.target), None)
+            self.finished.pop((rank, self.target, self.step), None)
         for rank, why in problems:
             word = (rank, self.target, why)
             if word in self._rejected and rank in writers:

@@ -1,5 +1,10 @@
 """A rank's units as they were at the end of a step, in files of shared memory that outlive the process.
 
+A copy is begun at the step's end. What may change from then on is copied at once; weights and optimizer state, which
+stay as they are until the next update, by a thread beside the training. Before that update the rank waits for it. A
+loop may exchange its weights for a moment, to validate with averages of them, say, through `.data`, which nothing
+counts. So a copy is compared with them, and they have to be what they were at the step's end before and after that.
+
 Two files take turns, so that one is whole while the other is written over: whoever dies in the middle of a copy leaves
 the one before. A file begins with a page of words:
 
@@ -16,20 +21,25 @@ import json
 import logging
 import mmap
 import os
+import queue
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from lastwords import threads
 from lastwords.checkpoint.direct_io import as_bytes
 from lastwords.checkpoint.document import Fields
 from lastwords.checkpoint.entries import UnitEntry, units_from_json
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import PartPath
 from lastwords.checkpoint.part import UnitState
-from lastwords.errors import FormatError, IncompleteError, LastWordsError
+from lastwords.errors import FormatError, IncompleteError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.processor.box_layout import PAGE_BYTES
 from lastwords.vocabulary import WholeCopy
@@ -41,6 +51,10 @@ _HEAD = struct.Struct("=8sQQQ")
 _MAGIC = b"LWCOPY\x00\x01"
 _ALIGN = 64
 _ROOM = 64 * 1024
+_COMPARED_BYTES = 1 << 18
+
+BESIDE_BYTES_MIN = 1 << 20
+"""Less than this is copied at once: handing it to a thread would take as long."""
 
 _NO_FILE = str(PartPath(0, 0, 1))
 """In the place of a part's file: the tensors follow."""
@@ -49,24 +63,105 @@ _NO_FILE = str(PartPath(0, 0, 1))
 class WholeCopies:
     """Taken by the training thread at each step's end. `get` may be called by any thread while this rank is settled."""
 
-    def __init__(self, rank: int, directory: Callable[[], Path]) -> None:
-        """directory: of this start of the job, in shared memory; known once the ranks have agreed."""
+    def __init__(self, rank: int, directory: Callable[[], Path], *, beside: bool = True) -> None:
+        """directory: of this start of the job, in shared memory; known once the ranks have agreed.
+
+        beside: whether a thread copies what it may, while the next step is computed.
+        """
         self._rank = rank
         self._directory = directory
+        self._beside = beside
         self._files: list[_File | None] = [None] * FILES
         self._steps = [-1] * FILES
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._again: Callable[[], bool] | None = None
         self.problem = ""
         """Why the copies end with this process, if they do."""
 
-    def take_if_possible(self, step: int, states: Mapping[str, UnitState]) -> None:
-        """`take`, without which training goes on: then there is no copy of this step."""
+    def begin(
+        self, step: int, states: Mapping[str, UnitState], later: Collection[str], is_unmoved: Callable[[], bool]
+    ) -> None:
+        """Copy the units as they are at the end of `step`, which may come twice. Without a copy training goes on.
+
+        later: names of tensors that may be read until `finish`, unless something else than an update writes to them;
+        then `is_unmoved`, which other threads ask, says False.
+        """
+        self.finish()
         try:
-            self.take(step, states)
+            number, file, rest = self._take(step, states, later if self._beside else ())
         except (OSError, MemoryError) as error:
             _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
+            return
+        fill = partial(self._fill, step, number, file, rest, is_unmoved)
+        if sum(spec.nbytes for spec, _, _ in rest) < BESIDE_BYTES_MIN or not self._hand_over(fill):
+            fill()
+
+    def _beside_training(self, fill: Callable[[], bool]) -> None:
+        if not fill():
+            self._again = fill
+
+    def finish(self) -> None:
+        """The copy that has been begun is whole, on return; or there is none, since the weights are others by now.
+
+        Training thread. A copy during which they were others, and are back, is made again.
+        """
+        self._idle.wait()
+        again, self._again = self._again, None
+        if again is not None and not again():
+            _log.info("rank %d has no copy of the last step, after which the loop has changed its weights", self._rank)
+
+    def take(self, step: int, states: Mapping[str, UnitState]) -> None:
+        """`begin`, all at once. OSError, MemoryError."""
+        self.finish()
+        number, file, _ = self._take(step, states, ())
+        self._seal(step, number, file)
+
+    def _hand_over(self, fill: Callable[[], bool]) -> bool:
+        """Whether there is a thread that does it."""
+        if self._tasks is None:
+            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            try:
+                threads.start(_work, tasks, self._idle, name="lastwords-copy")
+            except UnavailableError as error:
+                _log.warning("rank %d copies its state within each step's end: %s", self._rank, error)
+                self._beside = False
+                return False
+            weakref.finalize(self, tasks.put, None)
+            self._tasks = tasks
+        self._idle.clear()
+        self._tasks.put(partial(self._beside_training, fill))
+        return True
+
+    def _fill(
+        self,
+        step: int,
+        number: int,
+        file: _File,
+        rest: Iterable[tuple[TensorSpec, int, Any]],
+        is_unmoved: Callable[[], bool],
+    ) -> bool:
+        """The rest of a copy; False where its weights have been others meanwhile. Any thread."""
+        try:
+            for one in rest:
+                file.put(*one)
+            whole = is_unmoved() and all(file.has(*one) for one in rest) and is_unmoved()
+        except Exception as error:  # handed to the log: training goes on, without a copy of this step
+            _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
+            return True
+        if whole:
+            self._seal(step, number, file)
+        return whole
+
+    def _seal(self, step: int, number: int, file: _File) -> None:
+        file.seal()
+        self._steps[number] = step
 
     def forsake(self) -> None:
         """What has been copied must not be used."""
+        self._idle.wait()
+        self._again = None
         for number, file in enumerate(self._files):
             if file is not None:
                 file.void()
@@ -81,19 +176,29 @@ class WholeCopies:
         with contextlib.suppress(OSError):
             self._path(number).unlink()
 
-    def take(self, step: int, states: Mapping[str, UnitState]) -> None:
-        """The units as they are at the end of `step`, which may come twice. OSError, MemoryError."""
+    def _take(
+        self, step: int, states: Mapping[str, UnitState], later: Collection[str]
+    ) -> tuple[int, _File, list[tuple[TensorSpec, int, Any]]]:
+        """A copy that is not sealed, and what it lacks: the tensors of these names, and their places."""
         number = self._steps.index(step) if step in self._steps else self._steps.index(min(self._steps))
         self._steps[number] = -1
         described, nbytes = _described(states)
         file = self._files[number]
         if file is None or file.nbytes < nbytes:
             file = self._files[number] = self._made(number, nbytes)
-        file.write(step, described, (tensor for state in states.values() for tensor in state.tensors))
-        self._steps[number] = step
+        rest = []
+        for spec, at, source in file.begin(
+            step, described, (one for state in states.values() for one in state.tensors)
+        ):
+            if spec.name in later:
+                rest.append((spec, at, source))
+            else:
+                file.put(spec, at, source)
+        return number, file, rest
 
     def get(self, unit: str, step: int) -> UnitState | None:
         """A unit of this rank at the end of `step`; None if no copy is of that."""
+        self._idle.wait()
         if step not in self._steps:
             return None
         file = self._files[self._steps.index(step)]
@@ -168,6 +273,7 @@ class _File:
         self._memory = memory
         self._bytes = numpy.frombuffer(memory, numpy.uint8)
         self._sequence = 0
+        self._said = 0, 0
 
     @property
     def nbytes(self) -> int:
@@ -193,19 +299,34 @@ class _File:
         finally:
             os.close(fd)
 
-    def write(self, step: int, described: bytes, tensors: Iterator[tuple[TensorSpec, Any]]) -> None:
-        """Replace what is there."""
+    def begin(
+        self, step: int, described: bytes, tensors: Iterable[tuple[TensorSpec, Any]]
+    ) -> Iterator[tuple[TensorSpec, int, Any]]:
+        """Replace what is there: no copy, until it is sealed. Each tensor with its place."""
         self._sequence += 1 + self._sequence % 2  # odd
-        self._say(step, len(described))
+        self._said = step, len(described)
+        self._say(*self._said)
         at = PAGE_BYTES
         self._memory[at : at + len(described)] = described
         at = _up(at + len(described))
         for spec, source in tensors:
-            content = source() if callable(source) else source
-            self._bytes[at : at + spec.nbytes] = as_bytes(content)
+            yield spec, at, source
             at = _up(at + spec.nbytes)
+
+    def put(self, spec: TensorSpec, at: int, source: Any) -> None:
+        """A tensor in its place."""
+        self._bytes[at : at + spec.nbytes] = as_bytes(source() if callable(source) else source)
+
+    def has(self, spec: TensorSpec, at: int, source: Any) -> bool:
+        """Whether a tensor is as it was put there."""
+        there, here = self._bytes[at : at + spec.nbytes], as_bytes(source() if callable(source) else source)
+        parts = range(0, spec.nbytes, _COMPARED_BYTES)
+        return all(numpy.array_equal(there[a : a + _COMPARED_BYTES], here[a : a + _COMPARED_BYTES]) for a in parts)
+
+    def seal(self) -> None:
+        """All is there."""
         self._sequence += 1
-        self._say(step, len(described))
+        self._say(*self._said)
 
     def _say(self, step: int, described: int) -> None:
         self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, self._sequence, step, described)
@@ -235,6 +356,13 @@ class _File:
                 at = _up(at + spec.nbytes)
             units[unit] = UnitState(tensors, entry.meta, version=(where, sequence))
         return units
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # and the tensors in it
+        idle.set()
 
 
 def _described(states: Mapping[str, UnitState]) -> tuple[bytes, int]:

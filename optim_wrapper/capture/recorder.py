@@ -305,6 +305,7 @@ class StepRecorder:
 
         updated: there was an update in it.
         """
+        self.finish_copy()
         self.loop.end_step()
         ends_epoch = self.ends_epoch(position)
         self._extras_now = self.extras.ended(self._extras_now, updated, ends_epoch)
@@ -407,6 +408,7 @@ class StepRecorder:
     def tentative(self) -> None:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
+            self.finish_copy()
             self.work.arrive()
             self.loop.passes.count += self._hook is not None
             extras = self.local_extras.again(self._local_now)[0]
@@ -419,6 +421,11 @@ class StepRecorder:
                 self.gradients.in_backward()
             said = self._document or self._document_of(self._position)
             self._box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
+
+    def finish_copy(self) -> None:
+        """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""
+        if self.source is not None:
+            self.source.finish_copy()
 
     def _say_reasons(self) -> None:
         if self._box is None:

@@ -113,9 +113,19 @@ class TrainerSource:
             self._before = self._snapshot
         self._snapshot = snapshot
         if self._copy is not None:
+            self._copy.finish()  # of the same step, perhaps
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
-            self._copy.take_if_possible(snapshot.step, states)
+            watch = self._watch
+            later = (
+                set() if watch is None else {unit_tensor_name(unit, *one) for unit in states for one in watch.watched}
+            )
+            self._copy.begin(snapshot.step, states, later, (lambda: True) if watch is None else watch.is_still)
+
+    def finish_copy(self) -> None:
+        """Before anything that lets a peer update, or this rank: the copy of the last step's end is whole."""
+        if self._copy is not None:
+            self._copy.finish()
 
     def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
         """The end of the newest step once more, with what has moved since; what of weights and groups has."""
@@ -176,8 +186,9 @@ class TrainerSource:
         watch = self._watch
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
-            if watch is not None and stage is not None:  # None: it ends now
+            if watch is not None:
                 copies = watch.copies_at(step)
+            if watch is not None and stage is not None:  # None: it ends now
                 moved_names = watch.copied
                 if snapshot is self._snapshot:
                     moved_names, lent, of_state = watch.moved_since(step)

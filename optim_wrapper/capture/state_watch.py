@@ -179,6 +179,15 @@ class StateWatch:
         ids = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
         return {name: one for name, one in self._view.all_names().parameters.items() if id(one) in ids}
 
+    @property
+    def watched(self) -> list[StateName]:
+        """What only an update writes, as far as is known; what else writes is copied."""
+        return [name for name, _ in self._witness.items()]
+
+    def is_still(self) -> bool:
+        """Whether all of that is as it was at the last step's end. Any thread, before the next update."""
+        return self._ended is None or all(name in self.copies for name in self._witness.moved(self._ended))
+
     def same_copies(self) -> bool:
         """Whether no buffer is kept that was not when the step's tentative copy was taken."""
         more, self._keeps_more = self._keeps_more, False

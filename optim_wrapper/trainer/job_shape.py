@@ -22,7 +22,7 @@ from lastwords.vocabulary import UNIT_REPLICATED
 _log = logging.getLogger(__name__)
 
 GateMode = Literal["auto", "existing"]
-CopyMode = bool | Literal["auto"]
+CopyMode = bool | Literal["auto", "now"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class Options:
     gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
     verify_every: compare the replicas every so many steps, 0: only when the loop begins; and look then at all bytes for
     what changes outside of updates. copy: "auto"
-    copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything, and
-    does so always with LBFGS; False copies nothing, and what has changed so is named.
+    copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything,
+    beside the next step's computation, and does so always with LBFGS; "now" copies it within the step's end; False
+    copies nothing, and what has changed so is named.
     """
 
     gate: GateMode = "auto"
@@ -48,18 +49,18 @@ class Options:
             raise ConfigError(
                 f"verify_every must be a number of steps, 0 for the start alone, not {self.verify_every!r}"
             )
-        if not isinstance(self.copy, bool) and self.copy != "auto":
-            raise ConfigError(f"copy must be 'auto', True or False, not {self.copy!r}")
+        if not isinstance(self.copy, bool) and self.copy not in ("auto", "now"):
+            raise ConfigError(f"copy must be 'auto', True, 'now' or False, not {self.copy!r}")
 
     @property
     def copies_all(self) -> bool:
         """Whether everything is copied at each step's end."""
-        return self.copy is True
+        return self.copy is True or self.copy == "now"
 
     def suited_to(self, optimizers: Sequence[OptTFTWrapper]) -> Options:
         """With what these optimizers need. LBFGS runs backward passes, collectives and all, on weights half-way."""
         needed = any(isinstance(wrapper.inner, torch.optim.LBFGS) for wrapper in optimizers)
-        return replace(self, copy=True) if needed else self
+        return replace(self, copy=True) if needed and not self.copies_all else self
 
 
 def settings_of(config: Config, options: Options, optimizers: int, world_size: int) -> dict[str, Any]:

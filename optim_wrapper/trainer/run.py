@@ -360,7 +360,8 @@ class ProtectedRun(Run):
         # Where ranks hold different units their buckets may differ too: each unit has its own writer's.
         buckets = None if self.recorder.units.pure else self.buckets.record
         rank = self.world.rank
-        copy = WholeCopies(rank, lambda: box_path(rank).parent) if self._options.copies_all else None
+        beside = self._options.copy != "now"
+        copy = WholeCopies(rank, lambda: box_path(rank).parent, beside=beside) if self._options.copies_all else None
         return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:

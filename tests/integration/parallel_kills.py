@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.integration.parallel_layouts import groups, partners
 from tests.integration.plan import Fault, Layout
 
-BEFORE_GATE = ("forward", "backward", "before_step", "gate_enter")
+BEFORE_GATE = ("forward", "backward", "before_step", "gate_enter", "copying")
 """Phases in which a victim has not entered the gate, so nobody passes it."""
 
 AFTER_GATE = ("gate", "update", "update_end", "after_update", "end")
@@ -118,7 +118,7 @@ class ShardedKill:
         return tuple(faults)
 
     def steps_expected(self, layout: Layout) -> set[int]:
-        """Steps that the last words may be of; 0 stands for nothing to save."""
+        """Steps that the last words may be of; 0 stands for nothing to save. "copying" is the step that is copied."""
         if self.phase in BEFORE_GATE or self.survivors == "behind":
             return {self.step - 1}
         if self.survivors in ("ahead", "split") and not self.is_lost(layout):  # else: the victims' copies count

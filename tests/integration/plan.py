@@ -27,6 +27,7 @@ PHASES = (
     "slot_tentative",  # the black box's copy for this step is half written
     "slot_committed",
     "slot_epoch",  # likewise, of the epoch's start; `step` is the epoch then
+    "copying",  # beside the step after it: the whole copy of this step is not whole yet
     "left",  # the loop is over here, the registration is not
 )
 

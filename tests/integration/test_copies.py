@@ -28,6 +28,8 @@ TWO = (1, 3)
         more(ShardedKill("after_update", 3, (3,), "ahead")),
         more(ShardedKill("gate", 5, (1,), "split")),
         more(ShardedKill("end", 2, (0,))),
+        ShardedKill("copying", 3, (2,)),
+        more(ShardedKill("copying", 4, TWO)),
     ],
     ids=str,
 )

@@ -223,6 +223,7 @@ class Trainer:
             more["fallback_path"] = plan.fallback
         if plan.copy:
             more["copy"] = True
+            sabotage.copy_beside(self.faults)
         if plan.bad_extra:
             self.extras["odd"] = {"thing": object()}
         tft = lastwords.TFTRegister(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.part import UnitState
-from lastwords.errors import IncompleteError
+from lastwords.errors import IncompleteError, UnavailableError
 from lastwords.processor import whole_copies as module
 from lastwords.processor.whole_copies import WholeCopies, read_copy, whole_copies
 from lastwords.vocabulary import WholeCopy
@@ -195,5 +196,123 @@ def test_an_older_file_is_not_left_where_there_is_no_room_for_the_new_one(
     mine.take(3, {"u": state(3, 900_000)})
     assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
     monkeypatch.setattr(module.mmap, "mmap", full)
-    mine.take_if_possible(4, {"u": state(4, 2_000_000)})
+    mine.begin(4, {"u": state(4, 2_000_000)}, (), lambda: True)
     assert mine.get("u", 4) is None, "and training goes on"
+
+
+# --------------------------------------------------------------------------- beside the training
+
+LATER = frozenset({"unit/u/model/w"})
+MUCH = 300_000  # numbers: more than what is copied at once
+
+
+class Slow:
+    """Where the tensor lies: each look at it waits until it may be taken."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = [*values]
+        self.may_read = threading.Semaphore(0)
+        self.looks: list[str] = []
+
+    def __call__(self) -> Any:
+        self.may_read.acquire()
+        self.looks.append(threading.current_thread().name)
+        return np.full(MUCH, self.values.pop(0) if len(self.values) > 1 else self.values[0], np.float32).data
+
+    def state(self) -> UnitState:
+        spec = TensorSpec("unit/u/model/w", "F32", (MUCH,))
+        return UnitState([(spec, self)], EMPTY_UNIT)
+
+
+def test_a_copy_is_made_beside_the_training_and_waited_for(tmp_path: Path) -> None:
+    mine, slow = copies(tmp_path), Slow(2.0)
+    mine.take(1, {"u": state(1)})
+    mine.begin(2, {"u": slow.state(), "v": state(3, name="v")}, LATER, lambda: True)
+    assert whole_copies(tmp_path) == (WholeCopy(3, 1),), "who dies now leaves the one before"
+    slow.may_read.release(2)
+    mine.finish()
+    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 1), WholeCopy(3, 2)}
+    assert (values(read_copy(tmp_path, "u", 2)), values(read_copy(tmp_path, "v", 2))) == ([2.0] * MUCH, [3.0] * 5)
+    assert slow.looks == ["lastwords-copy"] * 2
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_the_next_copy_waits_for_the_one_before(tmp_path: Path, step: int) -> None:
+    mine, slow = copies(tmp_path), Slow(2.0)
+    slow.may_read.release(2)
+    mine.begin(2, {"u": slow.state()}, LATER, lambda: True)
+    mine.begin(step, {"u": state(step)}, LATER, lambda: True)
+    assert values(read_copy(tmp_path, "u", step)) == [step] * 5
+    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 2), WholeCopy(3, step)}
+
+
+def test_what_changes_meanwhile_is_no_copy(tmp_path: Path) -> None:
+    for number, still in enumerate([(False,), (True, False)], 1):
+        mine, slow, answers = copies(tmp_path, rank=number), Slow(2.0), [*still]
+        slow.may_read.release(2)
+        mine.begin(2, {"u": slow.state()}, LATER, lambda answers=answers: answers.pop(0))  # type: ignore[misc]
+        assert mine.get("u", 2) is None
+        slow.may_read.release(2)
+        answers[:] = still
+        mine.finish()
+        assert mine.get("u", 2) is None
+    assert whole_copies(tmp_path) == ()
+
+
+def test_what_is_exchanged_for_a_moment_and_is_back_before_anybody_asks_is_no_copy(tmp_path: Path) -> None:
+    """Averaged weights for a validation, through `.data`: nothing counts that. Before the update it is copied again."""
+    mine, slow = copies(tmp_path), Slow(7.0, 2.0)
+    slow.may_read.release(4)
+    mine.begin(2, {"u": slow.state()}, LATER, lambda: True)
+    assert mine.get("u", 2) is None
+    mine.finish()
+    assert values(read_copy(tmp_path, "u", 2)) == [2.0] * MUCH
+    assert slow.looks == ["lastwords-copy"] * 2 + ["MainThread"] * 2
+
+
+def test_a_copy_that_fails_beside_the_training_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = copies(tmp_path)
+
+    def fails() -> Any:
+        raise RuntimeError("the device is gone")
+
+    spec = TensorSpec("unit/u/model/w", "F32", (MUCH,))
+    mine.begin(2, {"u": UnitState([(spec, fails)], EMPTY_UNIT)}, LATER, lambda: True)
+    assert mine.get("u", 2) is None
+    golden.says(caplog.messages)
+
+
+def test_without_a_thread_it_is_made_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(*_: object, **__: object) -> None:
+        raise UnavailableError("the thread cannot be started")
+
+    monkeypatch.setattr(module.threads, "start", none_left)
+    mine = copies(tmp_path)
+    for step in (1, 2):
+        slow = Slow(step)
+        slow.may_read.release(2)
+        mine.begin(step, {"u": slow.state()}, LATER, lambda: True)
+        assert slow.looks == ["MainThread"] * (3 - step), "the second time nothing has to be compared"
+    golden.says(caplog.messages)
+    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 1), WholeCopy(3, 2)}
+
+
+def test_within_the_step_s_end_if_it_is_to_be_so(tmp_path: Path) -> None:
+    slow = Slow(2.0)
+    slow.may_read.release(1)
+    WholeCopies(3, lambda: tmp_path, beside=False).begin(2, {"u": slow.state()}, LATER, lambda: True)
+    assert slow.looks == ["MainThread"]
+    assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
+
+
+def test_its_thread_ends_with_it(tmp_path: Path) -> None:
+    mine, slow, before = copies(tmp_path), Slow(2.0), {*threading.enumerate()}
+    slow.may_read.release(2)
+    mine.begin(2, {"u": slow.state()}, LATER, lambda: True)
+    mine.finish()
+    (thread,) = {*threading.enumerate()} - before
+    del mine
+    thread.join(10)
+    assert not thread.is_alive()

@@ -98,6 +98,15 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
                 stands = [f"rank {rank}: {list(ledger.ranks[rank].reach)}" for rank in able]
                 yield f"every unit had a healthy holder, but no common step was published; in reach: {stands}"
                 return
+    # With whole copies at most one step is lost, whenever those die who are not left.
+    newest = max((record.ended for _, record in survivors), default=0)
+    able = {rank for rank, _ in survivors}
+    every = all(
+        rank in able or (record.whole and not record.ill and any(job.hosts[one] == job.hosts[rank] for one in able))
+        for rank, record in enumerate(ledger.ranks)
+    )
+    if job.copies and every and newest - 1 > job.start_step:
+        yield f"each part was held by somebody or in a copy, but nothing was published; step {newest} had ended"
 
 
 def _can_be_had(job: Job, ledger: Ledger, step: int, target: int) -> bool:

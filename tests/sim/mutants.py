@@ -22,6 +22,7 @@ from lastwords.controller.incident import Incident
 from lastwords.controller.membership import Life
 from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import Phase, Settled
+from tests.sim import world
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,12 @@ def _keep_one_copy(self: Any) -> None:
     self.record.whole = ()
 
 
+def _whole_behind_the_gate(self: Any, place: int) -> None:
+    if place == world.BEHIND_GATE and self.filling is not None:
+        self.record.whole += (self.filling,)
+        self.filling = None
+
+
 def _any_copy(survey: Any, unit: str, step: int) -> list[Any]:
     every = {view.host_id for view in survey.views.values() if unit in view.units and view.copies}
     return [view for host in sorted(every) for view in survey.by_host.get(host, ())]
@@ -170,7 +177,13 @@ MUTANTS: Mapping[str, Mutant] = {
         "a rank has room for one whole copy, which it writes over at each step's end",
         {"tests.sim.world.Trainer.begin_copy": _keep_one_copy},
         ("i3_what_can_be_saved_is_saved",),
-        seeds=(1000070,),
+        seeds=(1000008, 1000052, 1000088),
+    ),
+    "whole-behind-the-gate": Mutant(
+        "a copy is whole before the next update, but not before its gate",
+        {"tests.sim.world.Trainer.fill_copy": _whole_behind_the_gate},
+        ("i3_what_can_be_saved_is_saved",),
+        seeds=(1000088, 1000189),
     ),
     "mixed-copies": Mutant(
         "whole copies of different steps make up a checkpoint",

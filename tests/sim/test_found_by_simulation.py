@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lastwords.controller.events import ControllerOptions, OutcomeKind, StartVerify, State
 from lastwords.processor.events import SaveFinished
-from lastwords.vocabulary import Phase, Proceed, Save, Settled, Stand
+from lastwords.vocabulary import Phase, Proceed, Raised, Save, Settled, Stand, WholeCopy
 from tests.controller import job_driver
 from tests.controller.job_driver import JobDriver, computing
 from tests.processor import rank_driver
@@ -119,3 +119,32 @@ def test_a_step_that_a_survivor_had_begun_is_written_by_it() -> None:
     core = _only_writer_hangs(other=Stand(Phase.UPDATED, 1)).core
     assert core.outcome is None
     assert core.state is State.SAVING
+
+
+def test_files_of_a_step_that_is_given_up_for_the_one_before_stay_as_long_as_nothing_is_published() -> None:
+    """Seed 1001160: the step before could not be saved either, and the files of the newer one had been removed."""
+    job = JobDriver(3, hosts="aab", units=("u0", "u1", "u2"))
+    job.hear(Raised(0, job_driver.GENERATION, "out of memory", False, computing(9)))
+    for rank, of in enumerate([(0, 1), (0, 1), (2,)]):
+        job.settle(rank, computing(9), copies=tuple(WholeCopy(one, 8) for one in of))
+    job.saved(0, 9)
+    job.kill(1)
+    assert {order.step for order in job.sent(Save).values()} == {8}
+    assert not job.discards()
+    job.kill(2)
+    assert job.core.outcome is not None
+    assert job.core.outcome.kind is OutcomeKind.NOT_SAVED
+    assert job.keeps() == [(1, 9)]
+
+
+def test_and_are_removed_once_the_one_before_is_published() -> None:
+    job = JobDriver(2, units=("u0", "u1"))
+    job.hear(Raised(0, job_driver.GENERATION, "out of memory", False, computing(9)))
+    for rank in range(2):
+        job.settle(rank, computing(9), copies=(WholeCopy(0, 8), WholeCopy(1, 8)))
+    job.saved(0, 9)
+    job.kill(1)
+    job.saved(0, 8, attempt=2)
+    job.verified(attempt=2)
+    job.published(attempt=2)
+    assert job.discards() == [(1, 9)]

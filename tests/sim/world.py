@@ -72,6 +72,10 @@ class At(enum.IntEnum):
     COPY = 19  # copying its state for a periodic checkpoint
 
 
+ENDED, IN_FORWARD, BEFORE_GATE, BEHIND_GATE = range(4)
+"""Where a whole copy that was begun at a step's end may be whole."""
+
+
 class Trainer:
     """One simulated training process. `contributed` and the like: newest step for which it entered that collective."""
 
@@ -84,6 +88,7 @@ class Trainer:
         "copying",
         "core",
         "corrupt_at",
+        "filling",
         "gated",
         "leave_after",
         "leave_inside",
@@ -123,6 +128,7 @@ class Trainer:
         self.copying: Save | None = None  # its state is being copied for this periodic checkpoint
         self.copy_then = At.BACK  # where the training thread goes on after that
         self.memory = behind.NOTHING  # the copy
+        self.filling: tuple[int, int] | None = None  # its newest whole copy, as long as it is not whole
         self.writer: behind.Writer | None = None  # behind the training
         self.raise_at = (-1, At.FORWARD)  # step, and FORWARD, READY or END: an exception of the user's code comes
         self.tear_at = -1  # step in whose update an exception comes
@@ -135,6 +141,12 @@ class Trainer:
     def begin_copy(self) -> None:
         """The older of its whole copies is written over."""
         self.record.whole = self.record.whole[-1:]
+
+    def fill_copy(self, place: int) -> None:
+        """Beside the training; it is whole at one of these places, and before the gate in any case."""
+        if self.filling is not None and place >= (ENDED, IN_FORWARD, BEFORE_GATE)[(self.filling[0] + self.rank) % 3]:
+            self.record.whole += (self.filling,)
+            self.filling = None
 
     def box_has(self, step: int) -> bool:
         """Whether the rank-local state of `step` can be read from its black box, dead or alive."""
@@ -288,6 +300,7 @@ class World:
         if trainer.raise_at == (step, At.FORWARD):
             self._raise(trainer, "out of memory", secondary=False)
             return
+        trainer.fill_copy(IN_FORWARD)
         trainer.box_tentative = step
         trainer.contributed = step
         self._move_to(trainer, At.REDUCE)
@@ -306,6 +319,7 @@ class World:
         _AFTER_COPY[trainer.copy_then](self, trainer)
 
     def _copied_before_update(self, trainer: Trainer) -> None:
+        trainer.fill_copy(BEFORE_GATE)
         step = trainer.record.ended + 1
         if step not in self.job.skipped or self.job.skips_inside:
             trainer.core.mark_ready()
@@ -361,6 +375,7 @@ class World:
     def _try_update(self, trainer: Trainer) -> None:
         step = trainer.record.ended + 1
         if trainer.core.try_update():
+            trainer.fill_copy(BEHIND_GATE)
             trainer.record.held = TORN
             if self.job.update_collective:
                 trainer.updated = step
@@ -416,7 +431,8 @@ class World:
             trainer.box_committed = (trainer.box_committed[1], step)
         if self.job.copies and step not in dict(trainer.record.whole):
             trainer.begin_copy()
-            trainer.record.whole += ((step, trainer.record.held),)
+            trainer.filling = step, trainer.record.held
+            trainer.fill_copy(ENDED)
         trainer.record.ended = step
         if trainer.record.held != step:
             assert step in self.job.skipped

@@ -1,0 +1,172 @@
+"""Whole copies that are made while the next step is computed: of the step's end, whatever the loop does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lastwords.errors import IncompleteError
+from lastwords.optim_wrapper.capture.recorder import StepRecorder
+from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor import whole_copies as module
+from lastwords.processor.whole_copies import WholeCopies, read_copy
+from lastwords.vocabulary import UNIT_REPLICATED
+
+WEIGHT = f"unit/{UNIT_REPLICATED}/model/0.weight"
+
+
+SIZE = 64
+"""More than what is copied as it is listed."""
+
+
+class Loop:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.net = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.BatchNorm1d(SIZE))
+        self.optimizer = OptTFTWrapper(torch.optim.AdamW(self.net.parameters(), 0.1))
+        self.average = {"weight": torch.zeros(SIZE, SIZE)}
+        self.recorder = StepRecorder(self.net, [self.optimizer], {"average": self.average}, None)
+        self.recorder.agree_units(World(), next_prefix(), ())
+        copies = WholeCopies(0, lambda: folder)
+        self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {}, copy=copies)
+        self.recorder.open_box(lambda make: make(folder / "box"), at_gate=True)
+        self.recorder.begin(0, None)
+        self.step = 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.net[0].weight
+
+    def train(self) -> None:
+        """Up to a step's end. What is copied beside it has to be waited for in the next one."""
+        self.step += 1
+        self.net(torch.randn(4, SIZE)).square().sum().backward()
+        self.recorder.finish_copy()
+        self.recorder.watch.begin_update()
+        self.recorder.tentative()
+        self.optimizer.inner.step()
+        self.optimizer.zero_grad()
+        self.recorder.watch.end_update()
+        self.average["weight"].lerp_(self.weight.detach(), 0.5)
+        self.recorder.end_step(self.step, None)
+
+    def copied(self, name: str = WEIGHT) -> torch.Tensor:
+        state = read_copy(self.folder, UNIT_REPLICATED, self.step)
+        (content,) = [content for spec, content in state.tensors if spec.name == name]
+        assert not callable(content)
+        return torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(SIZE, SIZE)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what a thread has copied, without regard to how little it is."""
+    monkeypatch.setattr(module, "BESIDE_BYTES_MIN", 0)
+    beside: list[str] = []
+    put = module._File.put
+
+    def watched(self: Any, spec: Any, *where: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            beside.append(spec.name.removeprefix(f"unit/{UNIT_REPLICATED}/"))
+            MAY_COPY.wait()
+        put(self, spec, *where)
+
+    monkeypatch.setattr(module._File, "put", watched)
+    return beside
+
+
+MAY_COPY = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def copies_at_once() -> None:
+    MAY_COPY.set()
+
+
+@contextmanager
+def copying_later(loop: Loop) -> Iterator[None]:
+    loop.recorder.finish_copy()
+    MAY_COPY.clear()
+    yield
+    MAY_COPY.set()
+
+
+def test_weights_and_moments_are_copied_beside_and_what_may_change_is_not(tmp_path: Path, held: list[str]) -> None:
+    loop = Loop(tmp_path)
+    for _ in range(4):
+        held.clear()
+        loop.train()
+    loop.recorder.finish_copy()
+    assert {"model/0.weight", "optim/0.weight/exp_avg", "optim/1.bias/exp_avg_sq"} <= {*held}
+    assert not [name for name in held if name.startswith(("buffer/1.running", "extra/"))]
+    assert torch.equal(loop.copied(), loop.weight.detach())
+    assert torch.equal(loop.copied(f"unit/{UNIT_REPLICATED}/extra/average.weight"), loop.average["weight"])
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_validation_with_averaged_weights_is_in_no_copy(
+    tmp_path: Path, held: list[str], monkeypatch: pytest.MonkeyPatch, compares: bool
+) -> None:
+    """Not comparing what has been copied is the control."""
+    if not compares:
+        monkeypatch.setattr(module._File, "has", lambda *_: True)
+    loop = Loop(tmp_path)
+    for _ in range(4):
+        loop.train()
+    copied, back, is_still = threading.Event(), threading.Event(), loop.recorder.watch.is_still
+
+    def asked() -> bool:
+        copied.set()
+        back.wait()
+        return is_still()
+
+    monkeypatch.setattr(loop.recorder.watch, "is_still", asked)
+    with copying_later(loop):
+        loop.train()
+        trained = loop.weight.detach().clone()
+        loop.weight.data.copy_(loop.average["weight"])
+    copied.wait()
+    loop.weight.data.copy_(trained)
+    back.set()
+    loop.recorder.finish_copy()
+    assert torch.equal(loop.copied(), trained) is compares
+    assert torch.equal(loop.copied(), loop.average["weight"]) is not compares
+
+
+def test_of_a_step_after_which_the_loop_has_changed_its_weights_there_is_no_copy_and_of_the_next_one_there_is(
+    tmp_path: Path, held: list[str]
+) -> None:
+    loop = Loop(tmp_path)
+    for copy in (False, True, True):
+        with copying_later(loop):
+            loop.train()
+            trained = loop.weight.detach().clone()
+            loop.weight.data.mul_(0.5)
+        loop.recorder.finish_copy()
+        if copy:
+            assert torch.equal(loop.copied(), trained)
+        else:
+            with pytest.raises(IncompleteError):
+                loop.copied()
+
+
+def test_nothing_is_updated_and_no_gradient_leaves_before_the_copy_is_whole(tmp_path: Path, held: list[str]) -> None:
+    for passed in ("tentative", "end_step"):
+        loop = Loop(tmp_path)
+        loop.train()
+        with copying_later(loop):
+            loop.train()
+            call = partial(loop.recorder.end_step, 3, None) if passed == "end_step" else loop.recorder.tentative
+            waits = threading.Thread(target=call)
+            waits.start()
+            waits.join(0.2)
+            assert waits.is_alive()
+        waits.join()
