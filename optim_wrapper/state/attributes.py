@@ -129,6 +129,8 @@ class Attributes:
         self._moved: dict[_Name, None] = {}
         self._way: dict[str, list[str]] = {}
         self._at_ends: list[set[str]] = [set(), set()]
+        self._asides = 0
+        """Odd while the loop sets what it sets anyway."""
         self._odd: set[str] = set()
         self._slow = 0
         self._looked = [False, False]
@@ -143,8 +145,12 @@ class Attributes:
     def aside(self) -> Iterator[None]:
         """What changes inside has not moved: the loop sets it anyway, such as the epoch that a sampler is told."""
         before = self._marks_of_loader()
-        yield
-        self._first |= {name: mark for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
+        self._asides += 1
+        try:
+            yield
+            self._first |= {name: mark for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
+        finally:
+            self._asides += 1
 
     def _marks_of_loader(self) -> dict[_Name, Any]:
         found: dict[_Name, Any] = {}
@@ -236,11 +242,14 @@ class Attributes:
         """What has moved for the first time since the newest look. Any thread, while no step is computed."""
         if not self._first and not self.generators.names:
             return []
+        asides = self._asides
         try:
             walk = self._new_walk()
             new = [name for name in self._moved_in(walk) if name not in self._moved]
         except Exception as error:  # of the same objects: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
+        if asides % 2 or asides != self._asides:  # the loop is just setting what it sets anyway
+            new = [name for name in new if name[0].partition(".")[0] != LOADER]
         values = [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
         odd = [f"what cannot be looked at ({walk.odd[path]})" for path in walk.odd.keys() - self._odd]
         return values + odd + self.generators.unseen(walk)

@@ -87,7 +87,7 @@ def _take_apart(value: Any, name: str, path: str, found: dict[str, NamedTensor],
 def _leaf(tensor: torch.Tensor, name: str, path: str, found: dict[str, NamedTensor], sharded: bool) -> Tree:
     refuse_unsupported(tensor, path, sharded=sharded)
     # Keys that differ may read alike ("1" and 1, or a dot inside), and a name has to be text that can be printed.
-    stored = unique = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in name)
+    stored = unique = name if name.isprintable() else "".join(map(_printable, name))
     number = 2
     while unique in found:
         unique, number = f"{stored}~{number}", number + 1
@@ -98,6 +98,10 @@ def _leaf(tensor: torch.Tensor, name: str, path: str, found: dict[str, NamedTens
     if isinstance(tensor, torch.nn.Parameter):
         node["parameter"] = tensor.requires_grad
     return node
+
+
+def _printable(one: str) -> str:
+    return one if one.isprintable() else one.encode("unicode_escape").decode()
 
 
 def _object(parts: Parts, name: str, path: str, found: dict[str, NamedTensor], depth: int, sharded: bool) -> Tree:

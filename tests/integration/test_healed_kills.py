@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.faults import dying
 from tests.integration.kills import Kill
 from tests.integration.pairwise import pairwise
 from tests.integration.plan import Fault, Layout
@@ -98,13 +100,11 @@ def test_a_spare_that_is_stopped_or_dies_as_it_is_needed_is_not_waited_for(rig: 
 
 
 @pytest.mark.thorough
-def test_a_controller_that_dies_once_its_checkpoint_is_published_is_followed(rig: Rig) -> None:
+def test_a_controller_that_dies_once_its_checkpoint_is_published_is_followed(rig: Rig, tmp_path: Path) -> None:
     death = Fault(1, 3, "forward", ("kill",))
-    launch, difference = rig.healed(
-        LAYOUT, [death, Fault(0, 3, "backward", ("await_saved:2", "kill_controller", "mark:killed"))]
-    )
+    launch, difference = rig.healed(LAYOUT, [death], env=dying(tmp_path / "site", "exiting", acts=False))
     assert difference is None, launch.fail(str(difference))
-    assert (launch.directory / "mark-killed").exists()
+    assert (tmp_path / "site" / "died").exists()
     assert [len(launch.track.pids(rank)) for rank in range(LAYOUT.world_size)] == [1, 2, 1], launch.job.report()
 
 

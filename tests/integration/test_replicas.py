@@ -16,7 +16,8 @@ from tests.selection import more, usually
 
 pytestmark = pytest.mark.process
 
-USUALLY = usually(LAYOUTS, ("hsdp", "pp", "zero1"))
+USUALLY = usually(sorted({*LAYOUTS} - {"fsdp"}), ("hsdp", "pp", "zero1"))
+"""Plain FSDP has no replicas."""
 
 
 def states(layout: Layout, track: Track) -> Iterator[tuple[int, list[dict[str, str]]]]:

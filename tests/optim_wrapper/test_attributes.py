@@ -152,6 +152,7 @@ def test_what_is_set_aside_is_no_state() -> None:
     for epoch in range(3):
         with watch.aside():
             meter.total, meter.seen = float(epoch), []
+            assert watch.unseen() == [], "an incident may come in this moment"
         watch.look()
         assert watch.document() == b""
         assert watch.unseen() == []
