@@ -51,6 +51,7 @@ _HEAD = struct.Struct("=8sQQQ")
 _MAGIC = b"LWCOPY\x00\x01"
 _ALIGN = 64
 _ROOM = 64 * 1024
+_EXIT_S = 10.0
 _COMPARED_BYTES = 1 << 18
 
 BESIDE_BYTES_MIN = 1 << 20
@@ -102,15 +103,17 @@ class WholeCopies:
         if not fill():
             self._again = fill
 
-    def finish(self) -> None:
-        """The copy that has been begun is whole, on return; or there is none, since the weights are others by now.
+    def finish(self) -> bool:
+        """The copy that has been begun is whole, on return; False: there is none, since the weights are others by now.
 
         Training thread. A copy during which they were others, and are back, is made again.
         """
         self._idle.wait()
         again, self._again = self._again, None
-        if again is not None and not again():
-            _log.info("rank %d has no copy of the last step, after which the loop has changed its weights", self._rank)
+        if again is None or again():
+            return True
+        _log.warning("rank %d has no copy of its last step, after which the loop has changed its weights", self._rank)
+        return False
 
     def take(self, step: int, states: Mapping[str, UnitState]) -> None:
         """`begin`, all at once. OSError, MemoryError."""
@@ -128,10 +131,14 @@ class WholeCopies:
                 _log.warning("rank %d copies its state within each step's end: %s", self._rank, error)
                 self._beside = False
                 return False
-            weakref.finalize(self, tasks.put, None)
+            weakref.finalize(self, _end, tasks, self._idle)
             self._tasks = tasks
-        self._idle.clear()
-        self._tasks.put(partial(self._beside_training, fill))
+        try:
+            self._idle.clear()
+            self._tasks.put(partial(self._beside_training, fill))
+        except BaseException:  # of a signal's handler: handed to the caller
+            self._idle.set()
+            raise
         return True
 
     def _fill(
@@ -360,9 +367,16 @@ class _File:
 
 def _work(tasks: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
     while (task := tasks.get()) is not None:
-        task()
-        del task  # and the tensors in it
+        with contextlib.suppress(Exception):  # a user's log handler may raise: there is no copy then
+            task()
         idle.set()
+        del task  # and the tensors in it, and perhaps the last reference to whoever would wait in `_end`
+
+
+def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
+    """Also at the interpreter's exit: a thread that is inside torch by then would abort the process."""
+    tasks.put(None)
+    idle.wait(_EXIT_S)
 
 
 def _described(states: Mapping[str, UnitState]) -> tuple[bytes, int]:

@@ -248,6 +248,8 @@ class StepRecorder:
 
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
+        if self.source is not None:
+            self.source.finish_copy()
         self.attributes.let_go()
         if self._hook is not None:
             self._hook.remove()
@@ -424,8 +426,8 @@ class StepRecorder:
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""
-        if self.source is not None:
-            self.source.finish_copy()
+        if self.source is not None and not self.source.finish_copy():
+            self.watch.see()
 
     def _say_reasons(self) -> None:
         if self._box is None:

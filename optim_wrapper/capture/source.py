@@ -117,18 +117,20 @@ class TrainerSource:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
             watch = self._watch
-            later = (
-                set() if watch is None else {unit_tensor_name(unit, *one) for unit in states for one in watch.watched}
-            )
-            self._copy.begin(snapshot.step, states, later, (lambda: True) if watch is None else watch.is_still)
+            lasting = frozenset() if watch is None else frozenset(watch.lasting)
+            later = {unit_tensor_name(unit, *name) for unit in states for name in lasting}
+            self._copy.begin(snapshot.step, states, later, lambda: watch is None or watch.is_still(lasting))
 
-    def finish_copy(self) -> None:
-        """Before anything that lets a peer update, or this rank: the copy of the last step's end is whole."""
-        if self._copy is not None:
-            self._copy.finish()
+    def finish_copy(self) -> bool:
+        """Before anything that lets a peer update, or this rank: the copy of the last step's end is whole.
+
+        False: there is none, since the loop has written since.
+        """
+        return self._copy is None or self._copy.finish()
 
     def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
         """The end of the newest step once more, with what has moved since; what of weights and groups has."""
+        self.finish_copy()  # of the first end, before anything of it is looked at anew
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
         moved = [] if self._watch is None else self._watch.again(snapshot.step)

@@ -13,7 +13,7 @@ In an incident the writer compares once more: what has moved since the mark, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any
 
@@ -180,13 +180,19 @@ class StateWatch:
         return {name: one for name, one in self._view.all_names().parameters.items() if id(one) in ids}
 
     @property
-    def watched(self) -> list[StateName]:
-        """What only an update writes, as far as is known; what else writes is copied."""
-        return [name for name, _ in self._witness.items()]
+    def lasting(self) -> list[StateName]:
+        """What only an update writes, as far as is known, and the witness sees: weights and state in host memory."""
+        trained = self.trained()
+        return [
+            name
+            for name, tensor in self._witness.items()
+            if tensor.device.type == "cpu" and (name.kind == "optim" or (name.kind == "model" and name.name in trained))
+        ]
 
-    def is_still(self) -> bool:
-        """Whether all of that is as it was at the last step's end. Any thread, before the next update."""
-        return self._ended is None or all(name in self.copies for name in self._witness.moved(self._ended))
+    def is_still(self, names: Collection[StateName]) -> bool:
+        """Whether these are as they were at the last step's end, or copied. Any thread, before the next update."""
+        moved = [] if self._ended is None else self._witness.moved(self._ended)
+        return all(name not in names or name in self.copies for name in moved)
 
     def same_copies(self) -> bool:
         """Whether no buffer is kept that was not when the step's tentative copy was taken."""

@@ -131,6 +131,8 @@ class Attributes:
         self._at_ends: list[set[str]] = [set(), set()]
         self._asides = 0
         """Odd while the loop sets what it sets anyway."""
+        self._aside: dict[_Name, Any] = {}
+        """What the loader was like before that."""
         self._odd: set[str] = set()
         self._slow = 0
         self._looked = [False, False]
@@ -145,7 +147,7 @@ class Attributes:
     def aside(self) -> Iterator[None]:
         """What changes inside has not moved: the loop sets it anyway, such as the epoch that a sampler is told."""
         before = self._marks_of_loader()
-        self._asides += 1
+        self._aside, self._asides = before, self._asides + 1
         try:
             yield
             self._first |= {name: mark for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
@@ -249,7 +251,11 @@ class Attributes:
         except Exception as error:  # of the same objects: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
         if asides % 2 or asides != self._asides:  # the loop is just setting what it sets anyway
-            new = [name for name in new if name[0].partition(".")[0] != LOADER]
+            new = [
+                name
+                for name in new
+                if name[0].partition(".")[0] != LOADER or self._aside.get(name) != self._first.get(name)
+            ]
         values = [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
         odd = [f"what cannot be looked at ({walk.odd[path]})" for path in walk.odd.keys() - self._odd]
         return values + odd + self.generators.unseen(walk)

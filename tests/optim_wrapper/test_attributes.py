@@ -157,6 +157,9 @@ def test_what_is_set_aside_is_no_state() -> None:
         assert watch.document() == b""
         assert watch.unseen() == []
     meter.seen.append(1)  # which the loop does, in this epoch and in the next
+    with watch.aside():
+        meter.total = 8.0
+        assert watch.unseen() == ["loader.seen"], "it had moved before"
     watch.look()
     with watch.aside():
         meter.total, meter.seen = 9.0, [7]

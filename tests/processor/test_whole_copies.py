@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -280,6 +281,28 @@ def test_a_copy_that_fails_beside_the_training_is_none(tmp_path: Path, caplog: p
     mine.begin(2, {"u": UnitState([(spec, fails)], EMPTY_UNIT)}, LATER, lambda: True)
     assert mine.get("u", 2) is None
     golden.says(caplog.messages)
+
+
+def test_whatever_happens_in_the_thread_nobody_waits_for_ever(tmp_path: Path) -> None:
+    mine, slow = copies(tmp_path), Slow(3.0)
+
+    def fails() -> Any:
+        raise RuntimeError("the device is gone")
+
+    def raises(_: logging.LogRecord) -> bool:
+        raise ValueError("a filter of the user's")
+
+    spec = TensorSpec("unit/u/model/w", "F32", (MUCH,))
+    logging.getLogger(module.__name__).addFilter(raises)
+    try:
+        mine.begin(2, {"u": UnitState([(spec, fails)], EMPTY_UNIT)}, LATER, lambda: True)
+        assert mine.get("u", 2) is None
+    finally:
+        logging.getLogger(module.__name__).removeFilter(raises)
+    slow.may_read.release(2)
+    mine.begin(3, {"u": slow.state()}, LATER, lambda: True)
+    mine.finish()
+    assert values(read_copy(tmp_path, "u", 3)) == [3.0] * MUCH
 
 
 def test_without_a_thread_it_is_made_at_once(
