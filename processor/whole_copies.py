@@ -92,12 +92,15 @@ class WholeCopies:
         self.finish()
         try:
             number, file, rest = self._take(step, states, later if self._beside else ())
+            fill = partial(self._fill, step, number, file, rest, is_unmoved)
+            if sum(spec.nbytes for spec, _, _ in rest) >= BESIDE_BYTES_MIN and self._hand_over(fill):
+                return
+            for one in rest:
+                file.put(*one)
         except (OSError, MemoryError) as error:
             _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
             return
-        fill = partial(self._fill, step, number, file, rest, is_unmoved)
-        if sum(spec.nbytes for spec, _, _ in rest) < BESIDE_BYTES_MIN or not self._hand_over(fill):
-            fill()
+        self._seal(step, number, file)
 
     def _beside_training(self, fill: Callable[[], bool]) -> None:
         if not fill():

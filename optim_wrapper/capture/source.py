@@ -113,7 +113,6 @@ class TrainerSource:
             self._before = self._snapshot
         self._snapshot = snapshot
         if self._copy is not None:
-            self._copy.finish()  # of the same step, perhaps
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
             watch = self._watch

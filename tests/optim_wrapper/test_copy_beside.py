@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,30 +175,16 @@ def test_weights_that_the_loop_changes_late_are_noticed_in_that_step(tmp_path: P
                 loop.copied()
 
 
-@pytest.mark.parametrize("ending", ["look_again", "close"])
-def test_before_a_step_is_looked_at_again_and_at_the_end_it_is_whole(
-    tmp_path: Path, held: list[str], ending: str
+@pytest.mark.parametrize("call", ["tentative", "end_step", "look_again", "close"])
+def test_before_a_gradient_leaves_and_before_an_end_is_looked_at_the_copy_is_whole(
+    tmp_path: Path, held: list[str], call: str
 ) -> None:
     loop = Loop(tmp_path)
     loop.train()
     with copying_later(loop):
         loop.train()
-        waits = threading.Thread(target=getattr(loop.recorder, ending))
+        waits = threading.Thread(target=getattr(loop.recorder, call), args=(3, None) if call == "end_step" else ())
         waits.start()
         waits.join(0.2)
         assert waits.is_alive()
     waits.join()
-
-
-def test_nothing_is_updated_and_no_gradient_leaves_before_the_copy_is_whole(tmp_path: Path, held: list[str]) -> None:
-    for passed in ("tentative", "end_step"):
-        loop = Loop(tmp_path)
-        loop.train()
-        with copying_later(loop):
-            loop.train()
-            call = partial(loop.recorder.end_step, 3, None) if passed == "end_step" else loop.recorder.tentative
-            waits = threading.Thread(target=call)
-            waits.start()
-            waits.join(0.2)
-            assert waits.is_alive()
-        waits.join()
