@@ -9,6 +9,7 @@
 #   make test-rest the other cases of their long tables: 40 minutes, an hour on busy cores
 #   make test-all  both
 #   make test-readme   does what README.md says, in new environments: minutes
+#   make test-gpu  the tests that need a GPU, with four ranks on the first one, over NCCL, in the python that has torch for it: PYTHON=...
 #   make test-root the tests that need root, which are skipped for everyone else
 #   make test-user as root: make test in a clone that belongs to a normal user, then make test-root, as CI does
 #   make test-s3   a remote store that is S3, of moto, in an environment of its own
@@ -40,7 +41,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean mutants test-root test-readme test-user
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean mutants test-root test-gpu test-readme test-user
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -77,6 +78,11 @@ test test-rest test-all: $(READY)
 
 test-root: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'root and not slow' $(ARGS) $$(grep -rlF @pytest.mark.root tests)
+
+# The environment that `make install` makes has torch for the CPU alone.
+test-gpu:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/src OMP_NUM_THREADS=1 PYTORCH_NVML_BASED_CUDA_CHECK=1 $(PYTHON) -m pytest -m gpu -n $(WORKERS) $(ARGS) \
+	  $$(grep -rlF pytest.mark.gpu --include=test_*.py tests)
 
 test-readme: $(READY)
 	$(BIN)/python -m pytest -m readme $(ARGS) $$(grep -rlF pytest.mark.readme tests)

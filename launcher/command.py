@@ -176,7 +176,8 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
         local_addr=config.local_addr,
         **more,
     )
-    patience = {} if config.shutdown_timeout is None else {"shutdown_timeout": config.shutdown_timeout}
+    timeout_s = getattr(config, "shutdown_timeout", None)  # before torch 2.12 there is none
+    patience = {} if timeout_s is None else {"shutdown_timeout": timeout_s}
     agent = HealingAgent(
         spec=spec,
         logs_specs=config.logs_specs,

@@ -121,6 +121,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Messages are compared with the entries of the test that runs; without root it is skipped if it needs that."""
     if item.get_closest_marker("root") and os.getuid():
         pytest.skip("needs root: make test-root runs it, and so does CI")
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+        pytest.skip("needs a GPU: make test-gpu runs it")
     Running.test, Running.said = item.nodeid, []
 
 

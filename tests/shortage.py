@@ -8,8 +8,8 @@ import resource
 import threading
 from collections.abc import Iterator
 
-TOO_LARGE = 1 << 46
-"""A stack of 64 TiB fits into no address space, so pthread_create fails as it does at the limit of processes."""
+TOO_LARGE = 1 << 47
+"""A stack of 128 TiB fits into no address space, so pthread_create fails as it does at the limit of processes."""
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def clip(parameters: Iterable[nn.Parameter], copies: Callable[[nn.Parameter], in
     sum over all ranks counts everything once. An all-reduce gives the same bits everywhere, and so does the scale.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    squares = torch.zeros(1)
+    squares = torch.zeros(1, device=with_gradient[0].device)
     for parameter in with_gradient:
         assert parameter.grad is not None
         squares += local(parameter.grad).square().sum() / copies(parameter)

@@ -36,6 +36,7 @@ class Task:
     """What is to be trained.
 
     batch_size: sequences of a step, those of all replicas together. parts: ranks that share what is cut into pieces.
+    device: where it is trained: "cpu", or "cuda" for the current GPU.
     """
 
     shape: Shape = field(default_factory=Shape)
@@ -43,6 +44,10 @@ class Task:
     parts: int = 2
     optimizer_class: type[Optimizer] = AdamW
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 3e-3, "weight_decay": 0.1})
+    device: str = "cpu"
+
+    def model(self, **options: Any) -> nn.Module:
+        return Transformer(self.shape, **options).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         return self.optimizer_class(parameters, **self.options)
@@ -51,7 +56,7 @@ class Task:
         """The world as a mesh: `parts` ranks along each axis but "replicate", which takes what is left."""
         left = dist.get_world_size() // self.parts ** (len(names) - 1)
         sizes = tuple(left if name == "replicate" else self.parts for name in names)
-        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        return init_device_mesh(self.device, sizes, mesh_dim_names=names)
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,13 @@ def loss_and_gradients(model: nn.Module, inputs: torch.Tensor, targets: torch.Te
 
 def ddp(task: Task) -> Parallel:
     """Every rank holds everything."""
-    model = DDP(Transformer(task.shape))
+    model = DDP(task.model())
     return _averaged_by_torch(model, task.optimizer(model.parameters()))
 
 
 def zero1(task: Task) -> Parallel:
     """Everybody holds the weights. The optimizer's state is sharded over groups of `parts` ranks."""
-    model = DDP(Transformer(task.shape))
+    model = DDP(task.model())
     group, _ = dist.new_subgroups(group_size=task.parts)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=task.optimizer_class, process_group=group, **task.options
@@ -98,14 +103,14 @@ def zero1(task: Task) -> Parallel:
 
 def hsdp(task: Task) -> Parallel:
     """Weights and optimizer are sharded over `parts` ranks; each shard has as many holders as there are replicas."""
-    model = fully_sharded(Transformer(task.shape), task.mesh("replicate", "shard"))
+    model = fully_sharded(task.model(), task.mesh("replicate", "shard"))
     return _averaged_by_torch(model, task.optimizer(model.parameters()))
 
 
 def fsdp(task: Task) -> Parallel:
     """Weights and optimizer are sharded over all ranks: each part has one holder, and a copy that outlives it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    model = fully_sharded(Transformer(task.shape), mesh)
+    mesh = init_device_mesh(task.device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    model = fully_sharded(task.model(), mesh)
     return replace(_averaged_by_torch(model, task.optimizer(model.parameters())), copy=True)
 
 
@@ -138,7 +143,7 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 def tp(task: Task) -> Parallel:
     """Neighbours share each projection; each part is held by as many ranks as there are replicas."""
     mesh = task.mesh("replicate", "tp")
-    model = parallelize_module(Transformer(task.shape), mesh["tp"], TENSOR_PARALLEL)
+    model = parallelize_module(task.model(), mesh["tp"], TENSOR_PARALLEL)
     parameters = list(model.parameters())
 
     def backward(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -154,7 +159,7 @@ def tp(task: Task) -> Parallel:
 def fsdp_tp(task: Task) -> Parallel:
     """Each part of a projection is sharded once more, and the replicas hold copies: three axes."""
     mesh = task.mesh("replicate", "shard", "tp")
-    model = parallelize_module(Transformer(task.shape), mesh["tp"], TENSOR_PARALLEL)
+    model = parallelize_module(task.model(), mesh["tp"], TENSOR_PARALLEL)
     fully_sharded(model, mesh["replicate", "shard"])
     norm = partial(clip, list(model.parameters()), copies_of, MAX_NORM)
     backward = partial(loss_and_gradients, model)
@@ -181,22 +186,22 @@ def pp_tp(task: Task) -> Parallel:
 def _pipeline(task: Task, mesh: DeviceMesh) -> Parallel:
     stage, last, replicas, shape = mesh["stage"].get_local_rank(), task.parts - 1, mesh["replicate"], task.shape
     each = shape.layers // task.parts
-    model: nn.Module = Transformer(shape, layers=range(stage * each, stage * each + each))
+    model = task.model(layers=range(stage * each, stage * each + each))
     if "tp" in (mesh.mesh_dim_names or ()):
         model = parallelize_module(model, mesh["tp"], TENSOR_PARALLEL)
     parameters = list(model.parameters())
 
     chunks = 2
     sequences = task.batch_size // replicas.size() // chunks
-    tokens = torch.zeros(sequences, shape.context, dtype=torch.int64)
-    activations = torch.zeros(sequences, shape.context, shape.width, requires_grad=True)
-    logits = torch.zeros(sequences * shape.context, BYTES, requires_grad=True)
+    tokens = torch.zeros(sequences, shape.context, dtype=torch.int64, device=task.device)
+    activations = torch.zeros(sequences, shape.context, shape.width, device=task.device, requires_grad=True)
+    logits = torch.zeros(sequences * shape.context, BYTES, device=task.device, requires_grad=True)
     group = mesh["stage"].get_group()
     its_place = PipelineStage(
         model,
         stage,
         task.parts,
-        torch.device("cpu"),
+        torch.device(task.device),
         input_args=tokens if stage == 0 else activations,
         output_args=logits if stage == last else activations,
         group=group,
@@ -207,7 +212,7 @@ def _pipeline(task: Task, mesh: DeviceMesh) -> Parallel:
         losses: list[torch.Tensor] = []
         schedule.step(*([inputs] if stage == 0 else []), target=targets if stage == last else None, losses=losses)
         average(parameters, replicas.get_group(), replicas.size())
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=task.device)
         dist.broadcast(loss, group=group, group_src=last)
         return loss
 
@@ -219,7 +224,7 @@ def moe(task: Task) -> Parallel:
     """Experts in the place of each MLP, shared out among `parts` neighbours. Everybody holds the rest."""
     mesh, world = task.mesh("replicate", "experts"), dist.get_world_size()
     holders = mesh["replicate"]
-    model = Transformer(task.shape, mlp=partial(Experts, count=EXPERTS, group=mesh["experts"].get_group()))
+    model = task.model(mlp=partial(Experts, count=EXPERTS, group=mesh["experts"].get_group()))
     experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
     own = set(experts)
     others = [parameter for parameter in model.parameters() if parameter not in own]

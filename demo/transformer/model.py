@@ -96,7 +96,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_first:
-            x = self.bytes(x) + self.positions(torch.arange(x.shape[1]))
+            x = self.bytes(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks.values():
             x = block(x)
         if self.is_last:

@@ -6,8 +6,8 @@ only when its fence has seen the end of the update on the device (`device_fence.
 to what it has written. So each copy goes to a stream of its own, waits for nothing, and only that stream is waited for.
 
 Nothing is allocated on the device, since that may synchronise with all of its streams, and the pinned buffers are made
-at the start, because pinning memory may do so too. Not run on a GPU: `tests/optim_wrapper/test_device_reader.py` has a
-stand-in whose copies happen only when their stream is waited for, and whose current stream never ends.
+at the start, because pinning memory may do so too. `tests/optim_wrapper/test_device_reader.py` has a stand-in whose
+copies happen only when their stream is waited for, and whose current stream never ends; test_gpu.py has a real one.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from demo.transformer.layouts import (
     fully_sharded,
     loss_and_gradients,
 )
-from demo.transformer.model import Block, Shape, Transformer
+from demo.transformer.model import Block, Shape
 from demo.transformer.text import Numbered, Text
 from tests.integration import sabotage, training
 from tests.integration.network import StartSampler, end_with_parent
@@ -53,7 +53,7 @@ def question() -> torch.Tensor:
 def sharded_tp(task: Task) -> Parallel:
     """Tensor parallelism of `parts`; each part of a projection is sharded over all replicas: nothing has a copy."""
     mesh = task.mesh("replicate", "tp")
-    model = parallelize_module(Transformer(task.shape), mesh["tp"], TENSOR_PARALLEL)
+    model = parallelize_module(task.model(), mesh["tp"], TENSOR_PARALLEL)
     fully_sharded(model, mesh["replicate"])
     norm = partial(clip, list(model.parameters()), copies_of, MAX_NORM)
     backward = partial(loss_and_gradients, model)
@@ -86,7 +86,8 @@ class ParallelTrainer(Trainer):
             batch,
             layout.parts,
             PhasedAdamW,
-            {"lr": LEARNING_RATE, "weight_decay": 0.1},
+            {"lr": LEARNING_RATE, "weight_decay": 0.1, "foreach": False},  # which refuses DTensors beside others
+            layout.device,
         )
         self.parallel = parallel = ({**LAYOUTS, "sharded-tp": sharded_tp})[layout.parallel](task)
         self.net = self.model = parallel.model

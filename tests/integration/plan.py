@@ -65,6 +65,8 @@ class Layout:
     epochs: int = 2
     steps_per_epoch: int = 4
     seed: int = 1
+    device: str = "cpu"  # or "cuda": all ranks share the first GPU
+    backend: str = "gloo"  # or "nccl"
     dropout_seed: int = 0  # added to the seed of a replica's random numbers
 
     @property

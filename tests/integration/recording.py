@@ -31,7 +31,9 @@ def text_digest(value: object) -> str:
 def random_streams() -> dict[str, str]:
     """Digest of each random generator that training draws from."""
     numpy_state: Any = np.random.get_state()
+    on_device = {"rng/cuda": digest(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {}
     return {
+        **on_device,
         "rng/python": text_digest(random.getstate()),
         "rng/numpy": text_digest((numpy_state[0], numpy_state[1].tobytes(), *numpy_state[2:])),
         "rng/torch": digest(torch.get_rng_state()),

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from lastwords.optim_wrapper.launch.config import LAUNCHER
-from tests.integration import sabotage
+from tests.integration import gpu, sabotage
 from tests.integration.faults import Faults, restart_count
 from tests.integration.network import Net, make_loader
 from tests.integration.plan import Plan
@@ -81,7 +81,7 @@ class Trainer:
             self.extras["scheduler"] = self.scheduler
         self.scaler: torch.amp.GradScaler | None = None
         if layout.inf_steps is not None and self.uses_scaler:
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+            self.scaler = torch.amp.GradScaler(layout.device, init_scale=256.0, growth_interval=2)
             self.extras["scaler"] = self.scaler
         self.recording = Recording(Path(plan.directory), rank, self.net, self.inner)
         seed = 1000 * layout.seed + self.replica + layout.dropout_seed
@@ -95,7 +95,7 @@ class Trainer:
     def build(self) -> None:
         """Network, model, optimizer and loader; `replica` seeds the random numbers."""
         layout, faults = self.layout, self.faults
-        self.net = Net(layout, faults)
+        self.net = Net(layout, faults).to(layout.device)
         options: dict[str, Any] = {} if layout.broadcast_buffers else {"broadcast_buffers": False}
         if layout.static_graph:
             options["static_graph"] = True
@@ -152,6 +152,7 @@ class Trainer:
         is_last = self.micro == layout.accumulate - 1
         faults.step, faults.micro, faults.is_last_micro = step, self.micro, is_last
         faults.at("body")
+        batch = tuple(part.to(layout.device) for part in batch)
         self.values[f"batch{self.micro}"] = f"{digest(batch[0])} {digest(batch[1])}"
         loss = self.forward_backward(batch)
         self.values[f"loss{self.micro}"] = floats([loss.item()])
@@ -348,7 +349,9 @@ def train(arguments: list[str], make: Callable[[Plan, int], Trainer]) -> None:
         take_output(Path(plan.directory), rank)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    if plan.layout.device != "cpu":
+        gpu.set_up(rank)
+    dist.init_process_group(plan.layout.backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     sabotage.apply(plan, rank)
     trainer = make(plan, rank)
     if plan.mode == "plain":

@@ -34,7 +34,10 @@ departure = Departure(2)
 def run(code: str, stdout: int = subprocess.PIPE, pass_fds: tuple[int, ...] = ()) -> tuple[int, str]:
     """Exit code and stderr of a process that does this."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + code], stdout=stdout, stderr=subprocess.PIPE, pass_fds=pass_fds
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + code],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        pass_fds=pass_fds,
     )
     try:
         _, errors = process.communicate(timeout=WAIT_S)
