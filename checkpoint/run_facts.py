@@ -6,7 +6,7 @@ compares them with its own. Keys that `RunFacts` does not know (`by_rank`, `dead
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
@@ -144,7 +144,8 @@ class RunFacts:
     """What a run is like: first what its arithmetic depends on, None in files that do not say.
 
     data: where the loader stood, and what it is like; None without `steps()`. buckets: the order of DDP's buckets,
-    which `BucketRecord` reads. moved: of a checkpoint whose units were transformed into another layout.
+    which `BucketRecord` reads. moved: of a checkpoint whose units were transformed into another layout. forgotten:
+    state that is not saved, since the user says that nothing reads it.
     """
 
     torch: str | None = _labelled("torch version")
@@ -160,10 +161,12 @@ class RunFacts:
     ddp: Mapping[str, Any] | None = _labelled("options of DistributedDataParallel")
     optimizer: Mapping[str, Any] | None = _labelled("optimizer and its implementation")
     backend: str | None = _labelled("process group backend")
+    accelerator: str | None = _labelled("GPU, its libraries and their settings")
     omp_num_threads: str | None = None
     data: LoopFacts | None = None
     buckets: Mapping[str, Any] | None = None
     moved: Moved | None = None
+    forgotten: Sequence[str] | None = None
 
     @staticmethod
     def read(facts: Mapping[str, Any]) -> RunFacts:

@@ -61,11 +61,12 @@ class StepRecorder:
         names: Naming | None = None,
         *,
         copies: bool = True,
+        forget: Sequence[str] = (),
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
         self._box: BoxRecorder | None = None
-        self.ledger = Ledger()
+        self.ledger = Ledger(forget)
         me = weakref.ref(self)  # a cycle would keep a refused one alive
         self.ledger.heard_by(lambda _: None if (one := me()) is None else one._say_reasons())
         self.view = UnitView(model, inner[0] if len(inner) == 1 else JoinedOptimizer(inner), names=names)

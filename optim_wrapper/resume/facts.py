@@ -34,8 +34,17 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
         ddp=ddp_options(model),
         optimizer=optimizer_options(optimizer),
         backend=backend,
+        accelerator=_accelerator(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
+
+
+def _accelerator() -> str | None:
+    """What sums on a GPU depend on; None where none is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    name, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn
+    return f"{name}, CUDA {torch.version.cuda}, cuDNN {cudnn.version()}, benchmark {cudnn.benchmark}"  # type: ignore[no-untyped-call]
 
 
 def ddp_options(model: torch.nn.Module) -> dict[str, Any]:

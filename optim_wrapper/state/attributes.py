@@ -157,7 +157,7 @@ class Attributes:
     def _marks_of_loader(self) -> dict[_Name, Any]:
         found: dict[_Name, Any] = {}
         with self._guarded():
-            found = self._marks(Walk({LOADER: self._roots.get(LOADER)}, {}))
+            found = self._marks(Walk({LOADER: self._roots.get(LOADER)}, {}, self.ledger.forgets))
         return found
 
     def begin(self) -> None:
@@ -205,7 +205,7 @@ class Attributes:
         for path in self._walk.odd.keys() - self._odd:
             self._odd.add(path)
             why = f"the attributes of {path} cannot be looked at: {self._walk.odd[path]}"
-            self.ledger.tell(why)
+            self.ledger.tell(why, leaf=path)
 
     def end_step(self) -> None:
         """Before the document of a step's end: follow the generators to where they lie now."""
@@ -340,7 +340,10 @@ class Attributes:
         """Put these values back; likewise."""
         walk = self._walk = self._new_walk()
         values = {
-            (path, key): _value(stored, f"{path}.{key}") for path, keys in saved.items() for key, stored in keys.items()
+            (path, key): _value(stored, f"{path}.{key}")
+            for path, keys in saved.items()
+            for key, stored in keys.items()
+            if not self.ledger.forgets(f"{path}.{key}")
         }
         putting = _Putting(walk, self._saved())
         for (path, key), value in values.items():
@@ -360,7 +363,7 @@ class Attributes:
         )
 
     def _new_walk(self) -> Walk:
-        return Walk(self._roots, self._saved())
+        return Walk(self._roots, self._saved(), self.ledger.forgets)
 
     def _marks(self, walk: Walk) -> dict[_Name, Any]:
         cells = walk.cells.items()

@@ -116,7 +116,9 @@ class Generators:
     def _meet(self, path: str, generator: Any) -> None:
         state = state_of(generator)
         if state is None:
-            self.ledger.tell(f"the state of the random generator {path} ({kind_of(generator)}) cannot be taken")
+            self.ledger.tell(
+                f"the state of the random generator {path} ({kind_of(generator)}) cannot be taken", leaf=path
+            )
             return
         leaf = _Leaf(generator, state, ends=int(not self._begun))
         if path in self._passing:

@@ -17,7 +17,7 @@ import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -132,13 +132,19 @@ class Cell(NamedTuple):
 class Walk:
     """The cells reached from `roots`, by the holder's path and the attribute's name, in the order they are met.
 
-    saved: name -> tensors that are saved by these.
+    saved: name -> tensors that are saved by these. skip: paths of what is not looked at, as if it were not there.
     """
 
     _values = True
 
-    def __init__(self, roots: Mapping[str, Any], saved: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        saved: Mapping[str, torch.Tensor],
+        skip: Callable[[str], bool] = lambda path: False,
+    ) -> None:
         self._roots = dict(roots)
+        self._skip = skip
         self._saved = {id(tensor): name for name, tensor in saved.items()}
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
@@ -242,11 +248,12 @@ class Walk:
                     self._meet(path + key, children[key[1:]])
             return
         for name, child in [*children.items()]:
-            if child is not None:
+            if child is not None and not self._skip(f"{path}.{name}"):
                 self._at = path, _CHILD + name
                 self._meet(f"{path}.{name}", child)
         for key in attributes_of(one):
-            self._cell(path, key, one)
+            if not self._skip(f"{path}.{key}"):
+                self._cell(path, key, one)
         for key in [key for key in own_of(one) if type(key) is str and key.endswith(_HOOKS)]:
             self._at = path, key
             self.told(own_of(one)[key], f"{path}.{key}", 0)
@@ -268,6 +275,8 @@ class Walk:
         known = self._paths.get(id(one))
         if known is not None:
             return known
+        if self._skip(path):
+            return path
         if len(self._paths) + len(self._containers) >= self._room:
             self.ended_at = self.ended_at or path
             return ""

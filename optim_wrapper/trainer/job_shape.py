@@ -35,12 +35,13 @@ class Options:
     what changes outside of updates. copy: "auto"
     copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything,
     beside the next step's computation, and does so always with LBFGS; "now" copies it within the step's end; False
-    copies nothing, and what has changed so is named.
+    copies nothing, and what has changed so is named. forget: see `TFTRegister`.
     """
 
     gate: GateMode = "auto"
     verify_every: int = 0
     copy: CopyMode = "auto"
+    forget: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gate not in ("auto", "existing"):
@@ -68,7 +69,8 @@ def settings_of(config: Config, options: Options, optimizers: int, world_size: i
     names = ("ctrl_rank_id", "ctrl_ip", "ctrl_port", "ckpt_save_path", "fallback_path", "data", "job")
     given = {name: getattr(config, name) for name in names}
     written = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    return {**written, **asdict(options), "optimizers": optimizers, "world_size": world_size}
+    told = {**asdict(options), "forget": list(options.forget)}  # as it comes out of JSON
+    return {**written, **told, "optimizers": optimizers, "world_size": world_size}
 
 
 def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[OptTFTWrapper, ...]:
@@ -83,6 +85,13 @@ def wrappers_of(optimizer: OptTFTWrapper | Sequence[OptTFTWrapper]) -> tuple[Opt
     if not wrappers or len({id(wrapper) for wrapper in wrappers}) != len(wrappers):
         raise ConfigError("optimizer must name each of the job's optimizers once")
     return wrappers
+
+
+def forgotten_by(forget: Sequence[str]) -> tuple[str, ...]:
+    """ConfigError for anything but a list of names."""
+    if not isinstance(forget, list | tuple) or not all(isinstance(name, str) and name for name in forget):
+        raise ConfigError(f"forget must be a list of names such as 'model.*.last_attention', not {forget!r}")
+    return tuple(forget)
 
 
 def declared_units(units: Sequence[Unit] | None) -> tuple[Unit, ...]:

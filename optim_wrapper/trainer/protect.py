@@ -33,6 +33,7 @@ class More(TypedDict, total=False):
     gate: GateMode
     verify_every: int
     copy: CopyMode
+    forget: Sequence[str]
 
 
 @tells_the_others

@@ -36,6 +36,7 @@ from lastwords.optim_wrapper.trainer.job_shape import (
     GateMode,
     Options,
     declared_units,
+    forgotten_by,
     wrappers_of,
 )
 from lastwords.optim_wrapper.trainer.run import ProtectedRun, Run
@@ -60,6 +61,8 @@ class TFTRegister:
     units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
     experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
     HSDP, parallelize_module) and ZeroRedundancyOptimizer need none. names: see `GlobalNames`, for stages and experts.
+    forget: names of attributes that nothing reads again after a step, as reasons name them (`*`: any part of a name):
+    they are neither saved nor a reason. Stored with each checkpoint, and shown by `lastwords inspect`.
     gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
     several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
@@ -87,6 +90,7 @@ class TFTRegister:
         gate: GateMode = "auto",
         verify_every: int = 0,
         copy: CopyMode = "auto",
+        forget: Sequence[str] = (),
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
@@ -95,13 +99,15 @@ class TFTRegister:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be the torch.nn.Module that the loop calls, not a {type(model).__name__}")
         self._optimizers = wrappers_of(optimizer)
-        self._options = Options(gate, verify_every, copy).suited_to(self._optimizers)
+        self._options = Options(gate, verify_every, copy, forgotten_by(forget)).suited_to(self._optimizers)
         if self._options.copies_all:
             self._config = self._config.with_copy()
         self._model = model
         self._declared = declared_units(units)
         copies = copy is not False
-        self._recorder = StepRecorder(model, self._optimizers, extras, local_extras, names, copies=copies)
+        self._recorder = StepRecorder(
+            model, self._optimizers, extras, local_extras, names, copies=copies, forget=forget
+        )
         watched = self._recorder.view.trained if self._enabled else None
         self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched, self._recorder.ledger)
         self._entered = False

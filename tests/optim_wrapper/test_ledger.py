@@ -22,3 +22,16 @@ def test_only_what_is_new_is_heard_of() -> None:
     ledger.tell()
     ledger.tell("before", "after")
     assert heard == [Reason("after")]
+
+
+def test_what_is_forgotten_is_never_told_and_all_that_is_in_it() -> None:
+    ledger = Ledger(["model.*.cache", "model.heads[0]", "loader"])
+    for leaf, is_so in {
+        "model.a.cache": True, "model.a.b.cache": True, "model.a.cache.keys": True, "model.a.cache[3].key": True,
+        "model.cache": False, "model.a.caches": False, "model.heads[0].calls": True, "model.heads[1].calls": False,
+        "model.heads0": False, "loader.seen": True, "loaders": False, "": False,
+    }.items():  # fmt: skip
+        assert ledger.forgets(leaf) is is_so, leaf
+        assert bool(ledger.tell(f"{leaf} moves", leaf=leaf)) is not is_so
+    assert "model.a.cache" in ledger.forgotten
+    assert "model.cache" not in ledger.forgotten
