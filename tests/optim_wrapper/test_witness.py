@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, Slot, StateName, Witness, _words_of, tensors_of
+from lastwords.optim_wrapper.capture.witness import (
+    ROUNDS,
+    Mark,
+    Slot,
+    StateName,
+    Witness,
+    _bytes_in,
+    _run,
+    _words_of,
+    tensors_of,
+)
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors import tensor_places
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
@@ -432,3 +442,30 @@ def test_the_checksum_is_of_the_tensors_bytes_and_of_no_others(form: tuple[int, 
         changed = [witness.checksum(step) for step in range(ROUNDS)]
         assert changed != sums[-1], "the first bytes are looked at in one of the rounds"
     assert sums[0] == sums[1]
+
+
+def test_a_look_finds_the_one_tensor_among_many_that_is_another_one() -> None:
+    tensors, witness = watched()
+    before = witness.looks
+    witness.look()
+    assert witness.looks == before
+    tensors["w3"] = nn.Parameter(torch.ones(2))
+    witness.look()
+    assert witness.looks == before + 1
+    assert witness.get(StateName("model", "w3")) is tensors["w3"]
+    assert witness.get(StateName("model", "none")) is None
+
+
+def test_what_has_moved_between_two_marks_is_not_what_has_moved_until_now() -> None:
+    tensors, witness = watched()
+    first = witness.mark()
+    count(tensors["w1"])
+    second = witness.mark(first)
+    count(tensors["w2"])
+    assert [name.name for name in witness.moved(first, second)] == ["w1"]
+    assert moved(witness, first) == ["w1", "w2"]
+
+
+def test_a_dimension_of_one_element_does_not_end_a_run() -> None:
+    assert _run(torch.zeros(6).as_strided((3, 1, 2), (1, 2, 3))) == 6
+    assert [_bytes_in((1 << 8 * number) - 1) for number in range(1, 8)] == [*range(1, 8)]
