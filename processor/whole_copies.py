@@ -8,10 +8,10 @@ counts. So a copy is compared with them, and they have to be what they were at t
 Two files take turns, so that one is whole while the other is written over: whoever dies in the middle of a copy leaves
 the one before. A file begins with a page of words:
 
-    magic, sequence (odd while the rest is written), step, bytes of the description
+    magic, sequence (odd while the rest is written), step, bytes of the description and their xxh3_64
 
-The description (JSON) follows on the next page: each unit as a checkpoint's part has it. Then come the tensors, each on
-a 64-byte boundary. Everything that is read is checked: the process that wrote it may have been another version.
+The description (JSON) follows on the next page: each unit as a checkpoint's part has it, in two pieces. Then come the
+tensors, each on a 64-byte boundary. Everything that is read is checked: another version may have written it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ import queue
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy
+import xxhash
 
 from lastwords import threads
 from lastwords.checkpoint.direct_io import as_bytes
 from lastwords.checkpoint.document import Fields
 from lastwords.checkpoint.entries import UnitEntry, units_from_json
-from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import PartPath
 from lastwords.checkpoint.part import UnitState
 from lastwords.errors import FormatError, IncompleteError, LastWordsError, UnavailableError
@@ -47,15 +49,23 @@ from lastwords.vocabulary import WholeCopy
 _log = logging.getLogger(__name__)
 
 FILES = 2
-_HEAD = struct.Struct("=8sQQQ")
-_MAGIC = b"LWCOPY\x00\x01"
+_HEAD = struct.Struct("=8sQQQQ")
+_MAGIC = b"LWCOPY\x00\x02"
 _ALIGN = 64
 _ROOM = 64 * 1024
 _EXIT_S = 10.0
+PATIENCE_S = 10.0
+"""So long a copy that has been begun is waited for in an incident: what a device does may never end by then."""
+
 _COMPARED_BYTES = 1 << 18
 
 BESIDE_BYTES_MIN = 1 << 20
 """Less than this is copied at once: handing it to a thread would take as long."""
+
+_LISTED = ("parameters", "buffers", "optimizer_state")
+"""Fields of a unit's meta that last as long as the list of its tensors."""
+
+_NOTHING: dict[str, Any] = {}
 
 _NO_FILE = str(PartPath(0, 0, 1))
 """In the place of a part's file: the tensors follow."""
@@ -64,20 +74,24 @@ _NO_FILE = str(PartPath(0, 0, 1))
 class WholeCopies:
     """Taken by the training thread at each step's end. `get` may be called by any thread while this rank is settled."""
 
-    def __init__(self, rank: int, directory: Callable[[], Path], *, beside: bool = True) -> None:
+    def __init__(
+        self, rank: int, directory: Callable[[], Path], *, beside: bool = True, devices: Devices | None = None
+    ) -> None:
         """directory: of this start of the job, in shared memory; known once the ranks have agreed.
 
-        beside: whether a thread copies what it may, while the next step is computed.
+        beside: whether a thread copies what it may, while the next step is computed. devices: copies what lies there.
         """
         self._rank = rank
         self._directory = directory
         self._beside = beside
+        self._devices = devices
         self._files: list[_File | None] = [None] * FILES
         self._steps = [-1] * FILES
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._idle = threading.Event()
         self._idle.set()
         self._again: Callable[[], bool] | None = None
+        self._descriptions = _Descriptions()
         self.problem = ""
         """Why the copies end with this process, if they do."""
 
@@ -89,29 +103,46 @@ class WholeCopies:
         later: names of tensors that may be read until `finish`, unless something else than an update writes to them;
         then `is_unmoved`, which other threads ask, says False.
         """
+        if not self._idle.wait(PATIENCE_S):
+            _log.warning("rank %d could not copy step %d: the copy before it has not ended", self._rank, step)
+            return
         self.finish()
         try:
             number, file, rest = self._take(step, states, later if self._beside else ())
-            fill = partial(self._fill, step, number, file, rest, is_unmoved)
-            if sum(spec.nbytes for spec, _, _ in rest) >= BESIDE_BYTES_MIN and self._hand_over(fill):
-                return
+            if sum(one.place.stop - one.place.start for one in rest) >= BESIDE_BYTES_MIN:
+                copies = self._apart(file, rest)
+                if self._hand_over(partial(self._fill, step, number, file, copies, is_unmoved)):
+                    return
             for one in rest:
-                file.put(*one)
-        except (OSError, MemoryError) as error:
+                file.put(one)
+        except (OSError, MemoryError, RuntimeError) as error:  # the last: a device has no memory left
             _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
             return
         self._seal(step, number, file)
+
+    def _apart(self, file: _File, rest: Sequence[_Piece]) -> _Copies:
+        """What of it the host copies, and how the devices do it."""
+        if self._devices is None:
+            return _Copies(rest)
+        away = [one for one in rest if self._devices.takes(one.source)]
+        if not away:
+            return _Copies(rest)
+        here = [one for one in rest if not self._devices.takes(one.source)]
+        mark = self._devices.mark([one.source for one in away])
+        return _Copies(here, partial(self._devices.copy, mark, file, [one.place for one in away]))
 
     def _beside_training(self, fill: Callable[[], bool]) -> None:
         if not fill():
             self._again = fill
 
-    def finish(self) -> bool:
+    def finish(self, patience_s: float | None = None) -> bool:
         """The copy that has been begun is whole, on return; False: there is none, since the weights are others by now.
 
-        Training thread. A copy during which they were others, and are back, is made again.
+        Training thread. A copy during which they were others, and are back, is made again. patience_s: there is none
+        either if it takes longer, as it may where a device waits for a dead peer.
         """
-        self._idle.wait()
+        if not self._idle.wait(patience_s):
+            return False
         again, self._again = self._again, None
         if again is None or again():
             return True
@@ -149,14 +180,14 @@ class WholeCopies:
         step: int,
         number: int,
         file: _File,
-        rest: Iterable[tuple[TensorSpec, int, Any]],
+        copies: _Copies,
         is_unmoved: Callable[[], bool],
     ) -> bool:
         """The rest of a copy; False where its weights have been others meanwhile. Any thread."""
         try:
-            for one in rest:
-                file.put(*one)
-            whole = is_unmoved() and all(file.has(*one) for one in rest) and is_unmoved()
+            for one in copies.here:
+                file.put(one)
+            whole = copies.away() and is_unmoved() and all(file.has(one) for one in copies.here) and is_unmoved()
         except Exception as error:  # handed to the log: training goes on, without a copy of this step
             _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
             return True
@@ -165,12 +196,13 @@ class WholeCopies:
         return whole
 
     def _seal(self, step: int, number: int, file: _File) -> None:
-        file.seal()
-        self._steps[number] = step
+        if file is self._files[number]:  # else it was forsaken meanwhile
+            file.seal()
+            self._steps[number] = step
 
     def forsake(self) -> None:
         """What has been copied must not be used."""
-        self._idle.wait()
+        self._idle.wait(PATIENCE_S)
         self._again = None
         for number, file in enumerate(self._files):
             if file is not None:
@@ -188,27 +220,29 @@ class WholeCopies:
 
     def _take(
         self, step: int, states: Mapping[str, UnitState], later: Collection[str]
-    ) -> tuple[int, _File, list[tuple[TensorSpec, int, Any]]]:
-        """A copy that is not sealed, and what it lacks: the tensors of these names, and their places."""
+    ) -> tuple[int, _File, list[_Piece]]:
+        """A copy that is not sealed, and what it lacks: the tensors of these names."""
         number = self._steps.index(step) if step in self._steps else self._steps.index(min(self._steps))
         self._steps[number] = -1
-        described, nbytes = _described(states)
+        described, nbytes = self._descriptions.of(states)
         file = self._files[number]
         if file is None or file.nbytes < nbytes:
             file = self._files[number] = self._made(number, nbytes)
-        rest = []
-        for spec, at, source in file.begin(
-            step, described, (one for state in states.values() for one in state.tensors)
-        ):
+        file.begin(step, described)
+        rest, at = [], _up(PAGE_BYTES + len(described))
+        for spec, source in (one for state in states.values() for one in state.tensors):
+            piece = _Piece(spec.name, slice(at, at + spec.nbytes), source)
             if spec.name in later:
-                rest.append((spec, at, source))
+                rest.append(piece)
             else:
-                file.put(spec, at, source)
+                file.put(piece)
+            at = _up(piece.place.stop)
         return number, file, rest
 
     def get(self, unit: str, step: int) -> UnitState | None:
-        """A unit of this rank at the end of `step`; None if no copy is of that."""
-        self._idle.wait()
+        """A unit of this rank at the end of `step`; None if no copy is of that, or none comes to be whole."""
+        if step not in self._steps:
+            self._idle.wait(PATIENCE_S)
         if step not in self._steps:
             return None
         file = self._files[self._steps.index(step)]
@@ -272,8 +306,36 @@ def _step_of(path: Path) -> int | None:
         return None
     if len(head) < _HEAD.size:
         return None
-    magic, sequence, step, _ = _HEAD.unpack(head)
+    magic, sequence, step, *_ = _HEAD.unpack(head)
     return step if magic == _MAGIC and sequence and not sequence % 2 else None
+
+
+class Devices(Protocol):
+    """Copies what sources of other memory than the host's have into a file."""
+
+    def takes(self, source: object) -> bool:
+        """Whether a source is of that kind."""
+
+    def mark(self, sources: Sequence[Any]) -> Any:
+        """What they are from now on is to be copied. Training thread."""
+
+    def copy(self, mark: Any, file: _File, places: Sequence[slice]) -> bool:
+        """Copy them there; False where they have been something else meanwhile. Any thread, one at a time."""
+
+
+class _Piece(NamedTuple):
+    """A tensor, where it goes in a file, and where it comes from."""
+
+    name: str
+    place: slice
+    source: Any
+
+
+class _Copies(NamedTuple):
+    """What is still to be copied: pieces in the host's memory, and the rest."""
+
+    here: Sequence[_Piece]
+    away: Callable[[], bool] = lambda: True
 
 
 class _File:
@@ -281,9 +343,9 @@ class _File:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._bytes = numpy.frombuffer(memory, numpy.uint8)
+        self.bytes = numpy.frombuffer(memory, numpy.uint8)
         self._sequence = 0
-        self._said = 0, 0
+        self._said = 0, 0, 0
 
     @property
     def nbytes(self) -> int:
@@ -309,28 +371,23 @@ class _File:
         finally:
             os.close(fd)
 
-    def begin(
-        self, step: int, described: bytes, tensors: Iterable[tuple[TensorSpec, Any]]
-    ) -> Iterator[tuple[TensorSpec, int, Any]]:
-        """Replace what is there: no copy, until it is sealed. Each tensor with its place."""
+    def begin(self, step: int, described: bytes) -> None:
+        """Replace what is there: no copy, until it is sealed."""
         self._sequence += 1 + self._sequence % 2  # odd
-        self._said = step, len(described)
+        self._said = step, len(described), xxhash.xxh3_64_intdigest(described)
         self._say(*self._said)
-        at = PAGE_BYTES
-        self._memory[at : at + len(described)] = described
-        at = _up(at + len(described))
-        for spec, source in tensors:
-            yield spec, at, source
-            at = _up(at + spec.nbytes)
+        self._memory[PAGE_BYTES : PAGE_BYTES + len(described)] = described
 
-    def put(self, spec: TensorSpec, at: int, source: Any) -> None:
+    def put(self, piece: _Piece) -> None:
         """A tensor in its place."""
-        self._bytes[at : at + spec.nbytes] = as_bytes(source() if callable(source) else source)
+        source = piece.source
+        self.bytes[piece.place] = as_bytes(source() if callable(source) else source)
 
-    def has(self, spec: TensorSpec, at: int, source: Any) -> bool:
+    def has(self, piece: _Piece) -> bool:
         """Whether a tensor is as it was put there."""
-        there, here = self._bytes[at : at + spec.nbytes], as_bytes(source() if callable(source) else source)
-        parts = range(0, spec.nbytes, _COMPARED_BYTES)
+        source = piece.source
+        there, here = self.bytes[piece.place], as_bytes(source() if callable(source) else source)
+        parts = range(0, len(there), _COMPARED_BYTES)
         return all(numpy.array_equal(there[a : a + _COMPARED_BYTES], here[a : a + _COMPARED_BYTES]) for a in parts)
 
     def seal(self) -> None:
@@ -338,31 +395,30 @@ class _File:
         self._sequence += 1
         self._say(*self._said)
 
-    def _say(self, step: int, described: int) -> None:
-        self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, self._sequence, step, described)
+    def _say(self, step: int, nbytes: int, checksum: int) -> None:
+        self._memory[: _HEAD.size] = _HEAD.pack(_MAGIC, self._sequence, step, nbytes, checksum)
 
     def void(self) -> None:
         """What is there is no copy any more."""
         self._sequence += 1 + self._sequence % 2
-        self._say(0, 0)
+        self._say(0, 0, 0)
 
     def read(self, step: int, where: str = "a copy") -> dict[str, UnitState]:
         """Its units, whose tensors are this memory itself. FormatError."""
-        magic, sequence, of, nbytes = _HEAD.unpack_from(self._memory)
+        magic, sequence, of, nbytes, checksum = _HEAD.unpack_from(self._memory)
         if magic != _MAGIC or sequence % 2 or of != step or PAGE_BYTES + nbytes > self.nbytes:
             raise FormatError(f"{where} is no whole copy of step {step}")
-        try:
-            said = json.loads(self._memory[PAGE_BYTES : PAGE_BYTES + nbytes])
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where} is damaged: {error}") from error
+        described = self._memory[PAGE_BYTES : PAGE_BYTES + nbytes]
+        if xxhash.xxh3_64_intdigest(described) != checksum:
+            raise FormatError(f"{where} is damaged: its description is not the one that was written")
         units: dict[str, UnitState] = {}
         at = _up(PAGE_BYTES + nbytes)
-        for unit, entry in units_from_json(Fields(said, where), Path(where)).items():
+        for unit, entry in _Descriptions.read(described, where).items():
             tensors = []
             for spec in entry.tensors:
                 if at + spec.nbytes > self.nbytes:
                     raise FormatError(f"{where} ends before {spec.name}")
-                tensors.append((spec, self._bytes[at : at + spec.nbytes].data))
+                tensors.append((spec, self.bytes[at : at + spec.nbytes].data))
                 at = _up(at + spec.nbytes)
             units[unit] = UnitState(tensors, entry.meta, version=(where, sequence))
         return units
@@ -382,17 +438,50 @@ def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Ev
     idle.wait(_EXIT_S)
 
 
-def _described(states: Mapping[str, UnitState]) -> tuple[bytes, int]:
-    """The description, and how many bytes the whole takes."""
-    said = {}
-    for unit, state in states.items():
-        entry = UnitEntry(0, _NO_FILE, tuple(spec for spec, _ in state.tensors), state.meta.to_json()).to_json()
-        said[unit] = {**entry, "tensors": [*entry["tensors"]]}
-    raw = json.dumps(said).encode()
-    at = _up(PAGE_BYTES + len(raw))
-    for spec in (spec for state in states.values() for spec, _ in state.tensors):
-        at = _up(at + spec.nbytes)
-    return raw, at
+class _Descriptions:
+    """What copies say of their units: of each what a step leaves as it is, and then the rest of all.
+
+    The text of the former is made anew only where not all is the very same object as the last time.
+    """
+
+    def __init__(self) -> None:
+        self._lasting: dict[str, tuple[list[Any], str]] = {}
+
+    def of(self, states: Mapping[str, UnitState]) -> tuple[bytes, int]:
+        """As JSON; and how many bytes the whole takes."""
+        lasting = [self._of_list(unit, state) for unit, state in states.items()]
+        rest = {}
+        for unit, state in states.items():
+            meta = replace(state.meta, parameters=_NOTHING, buffers=_NOTHING, optimizer_state=_NOTHING)
+            rest[unit] = UnitEntry(0, _NO_FILE, (), meta.to_json()).to_json() | {"tensors": []}
+        raw = f"[{', '.join((*lasting, json.dumps(rest)))}]".encode()
+        at = _up(PAGE_BYTES + len(raw))
+        for spec in (spec for state in states.values() for spec, _ in state.tensors):
+            at = _up(at + spec.nbytes)
+        return raw, at
+
+    def _of_list(self, unit: str, state: UnitState) -> str:
+        said = {name: getattr(state.meta, name) for name in _LISTED}
+        found = [*said.values(), *(spec for spec, _ in state.tensors)]
+        known, text = self._lasting.get(unit, ([], ""))
+        if len(found) != len(known) or not all(map(is_, found, known)):
+            entry = UnitEntry(0, _NO_FILE, tuple(spec for spec, _ in state.tensors), said).to_json()
+            text = json.dumps({"tensors": [*entry["tensors"]], "meta": entry["meta"]})
+            self._lasting[unit] = found, text
+        return text
+
+    @staticmethod
+    def read(raw: bytes | memoryview, where: str) -> dict[str, UnitEntry]:
+        """FormatError."""
+        try:
+            *lasting, rest = json.loads(bytes(raw))
+            whole = {
+                unit: entry | {"tensors": one["tensors"], "meta": entry["meta"] | one["meta"]}
+                for one, (unit, entry) in zip(lasting, rest.items(), strict=True)
+            }
+        except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+            raise FormatError(f"{where} is damaged: {error!r}") from error
+        return units_from_json(Fields(whole, where), Path(where))
 
 
 def _up(at: int) -> int:

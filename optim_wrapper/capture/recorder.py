@@ -250,8 +250,10 @@ class StepRecorder:
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
         if self.source is not None:
-            self.source.finish_copy()
+            self.source.end_copy()
         self.attributes.let_go()
+        for view in (self.view, *(() if self._units is None else self._units.views.values())):
+            view.let_go()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
-from lastwords.processor.whole_copies import WholeCopies, read_copy
+from lastwords.processor.whole_copies import PATIENCE_S, WholeCopies, read_copy
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class TrainerSource:
         self._drawn_since = drawn_since
         self._attributes = attributes
         self._gradients_missing = gradients_missing
+        self._lasting: Collection[StateName] = ()
+        self._later: Collection[str] = ()
 
     # ------------------------------------------------------------------ training thread
 
@@ -116,9 +118,11 @@ class TrainerSource:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
             watch = self._watch
-            lasting = frozenset() if watch is None else frozenset(watch.lasting)
-            later = {unit_tensor_name(unit, *name) for unit in states for name in lasting}
-            self._copy.begin(snapshot.step, states, later, lambda: watch is None or watch.is_still(lasting))
+            if watch is not None and watch.lasting is not self._lasting:
+                self._lasting = watch.lasting
+                self._later = {unit_tensor_name(unit, *name) for unit in states for name in self._lasting}
+            lasting = self._lasting
+            self._copy.begin(snapshot.step, states, self._later, lambda: watch is None or watch.is_still(lasting))
 
     def finish_copy(self) -> bool:
         """Before anything that lets a peer update, or this rank: the copy of the last step's end is whole.
@@ -127,9 +131,14 @@ class TrainerSource:
         """
         return self._copy is None or self._copy.finish()
 
+    def end_copy(self) -> None:
+        """The same, where it may be that nothing more is computed: not for ever."""
+        if self._copy is not None:
+            self._copy.finish(PATIENCE_S)
+
     def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
         """The end of the newest step once more, with what has moved since; what of weights and groups has."""
-        self.finish_copy()  # of the first end, before anything of it is looked at anew
+        self.end_copy()  # of the first end, before anything of it is looked at anew
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
         moved = [] if self._watch is None else self._watch.again(snapshot.step)
@@ -212,7 +221,7 @@ class TrainerSource:
         apart, moved = self._buffers_at(step)
         self._units.exclude_buffers(apart)
         self._units.check_layout()
-        state = view.state(groups, stage, lent)
+        state = view.state(groups, stage, lent, keep=stage is None)
         meta = state.meta
         tensors = _with_copies(state.tensors, unit, copies)
         here = {*meta.buffers, *(apart if unit == UNIT_REPLICATED else ())}

@@ -24,6 +24,8 @@ from torch.optim.optimizer import Optimizer
 from lastwords.checkpoint.meta import Habits, Marks
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
+from lastwords.optim_wrapper.capture.device_copies import DeviceMarks, OfDevice, by_device, is_seen
+from lastwords.optim_wrapper.capture.device_copies import Mark as DeviceMark
 from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -72,6 +74,10 @@ class StateWatch:
         self.copies = BoundaryCopies(tensors)
         self.numbers = OwnNumbers(view)
         self._ended: Mark | None = None
+        self._devices = DeviceMarks()
+        self._seen: tuple[Mark | None, list[StateName], list[OfDevice]] = None, [], []
+        """What of the devices has been marked at the last step's end, and the mark since which it is these."""
+        self._ended_there: DeviceMark | None = None
         self._updated: Mark | None = None
         self._newest: tuple[Mark, int | None] | None = None
         self._looks_closely = True
@@ -102,6 +108,7 @@ class StateWatch:
         self._state: tuple[int | None, int | None] = None, None
         self._state_kind = ""
         self._keeps_more = False
+        self._lasting: tuple[int, list[StateName]] = -1, []
         self._announced: set[str] = set()
         self.schedulers: list[Any] = []
         """Those among the extras, which know by themselves whether they are due."""
@@ -123,7 +130,12 @@ class StateWatch:
     def see(self) -> None:
         """What has moved since the last step's end, and before an update, is copied from now on."""
         if self._ended is not None and not self._updating:
-            self._note(self._moved(self._ended))
+            self._note([*dict.fromkeys([*self._moved(self._ended), *self._moved_there()])])
+
+    def _moved_there(self) -> list[StateName]:
+        """What lies on devices and is not what it was at the last step's end, whether or not torch has counted that."""
+        there = self._ended_there
+        return [] if there is None else [self._seen[1][at] for at in self._devices.changed(there)]
 
     def _moved(self, since: Mark) -> list[StateName]:
         modules = (
@@ -181,18 +193,26 @@ class StateWatch:
 
     @property
     def lasting(self) -> list[StateName]:
-        """What only an update writes, as far as is known, and the witness sees: weights and state in host memory."""
-        trained = self.trained()
-        return [
-            name
-            for name, tensor in self._witness.items()
-            if tensor.device.type == "cpu" and (name.kind == "optim" or (name.kind == "model" and name.name in trained))
-        ]
+        """What only an update writes, as far as is known, and the witness sees: weights and state.
+
+        The same list until another look.
+        """
+        if self._lasting[0] != self._witness.looks:
+            trained = self.trained()
+            names = [
+                name
+                for name, tensor in self._witness.items()
+                if (tensor.device.type == "cpu" or is_seen(tensor))
+                and (name.kind == "optim" or (name.kind == "model" and name.name in trained))
+            ]
+            self._lasting = self._witness.looks, names
+        return self._lasting[1]
 
     def is_still(self, names: Collection[StateName]) -> bool:
         """Whether these are as they were at the last step's end, or copied. Any thread, before the next update."""
         moved = [] if self._ended is None else self._witness.moved(self._ended)
-        return all(name not in names or name in self.copies for name in moved)
+        known = {*names} if moved else set()
+        return all(name not in known or name in self.copies for name in moved)
 
     def same_copies(self) -> bool:
         """Whether no buffer is kept that was not when the step's tentative copy was taken."""
@@ -224,6 +244,11 @@ class StateWatch:
             newest = self._witness.mark(step=step), self._witness.checksum(step)
         before = self._state[step == self._ended_step]
         self._ended, self._ended_step, self._state = newest[0], step, (newest[1], before)
+        try:
+            self._ended_there = self._mark_devices(newest[0])
+        except RuntimeError as error:  # the device has no memory left
+            self._ended_there = None
+            _log.info("what lies on devices is not looked at in step %d: %s", step, error)
         if self.copies:
             self.copies.follow(self._witness.live)
             self.copies.take(step)
@@ -240,6 +265,15 @@ class StateWatch:
                 for name, tensor in self._witness.items()
                 if digests or (name.kind != "optim" and tensor.device.type == "cpu" and id(tensor) not in trained)
             }
+
+    def _mark_devices(self, ended: Mark) -> DeviceMark | None:
+        since, _, there = self._seen
+        if since is None or since.look != ended.look or since.form is not ended.form:
+            seen = {name: tensor for name, tensor in self._witness.items() if is_seen(tensor)}
+            self._seen = ended, [*seen], (there := [])
+            if seen:
+                there += by_device([*seen.values()])
+        return self._devices.mark(there) if there else None
 
     def again(self, step: int) -> list[str]:
         """`take` once more, where anything has moved since; what has."""
@@ -307,7 +341,7 @@ class StateWatch:
         """
         if self._ended is None:
             return [], {}, []
-        moved = self._witness.moved(self._ended)
+        moved = [*dict.fromkeys([*self._witness.moved(self._ended), *self._moved_there()])]
         parameters = self._view.all_names().parameters
         nested = len(self._optimizers) > len(zero.parts_of(self._view.optimizer))
         numbers, others = self.numbers.moved()

@@ -3,8 +3,8 @@
 What is taken of each tensor is where its memory lies, how often torch has counted a write to it, and, in the host's
 memory, a few of its 8-byte words: a write through `.data`, and one by a kernel that does not count, leaves the first
 two as they were. Other words are looked at after each step, so that what one look spares the next one may see. A
-write that spares all that is looked at is not seen, nor is an uncounted write on a device; `verify_every` looks at all
-bytes in the steps that it names.
+write that spares all that is looked at is not seen; `verify_every` looks at all bytes in the steps that it names.
+Uncounted writes on a device are for `device_copies` to see.
 """
 
 from __future__ import annotations

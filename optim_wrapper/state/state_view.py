@@ -7,9 +7,10 @@ their memory is handed to the writer as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -17,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import UnitMeta
-from lastwords.checkpoint.part import TensorSource, UnitState
+from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
 from lastwords.optim_wrapper import nested_optimizers
@@ -27,10 +28,13 @@ from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state.buffer_forms import BufferForms
 from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.state.group_copies import copy_groups
+from lastwords.optim_wrapper.state.listing import Listing
 from lastwords.optim_wrapper.state.optimizer_trees import OptimizerTrees, is_usual, placed, shared_in
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     Stage,
+    Staged,
     dtype_name,
+    lasting_source_of,
     refuse_unsupported,
     source_of,
     spec_of,
@@ -83,6 +87,23 @@ class Names:
     """Buffer name -> (module, name in it), absent ones included."""
     refused: dict[str, UnstorableError] = field(default_factory=dict)
     """Parameters and buffers that have become what cannot be stored since the start; they are in none of the above."""
+
+
+class _Listed(NamedTuple):
+    """What a unit has: its tensors, each with where it was found; and the rest, but for the groups' numbers."""
+
+    names: Names
+    tensors: list[tuple[TensorSpec, torch.Tensor, str]]
+    meta: UnitMeta
+    sources: Sequence[memoryview | Staged] = ()
+
+
+class _Known(NamedTuple):
+    """The last list. of: the buffers that it leaves out, and the number of groups."""
+
+    of: tuple[frozenset[str], int]
+    listing: Listing
+    listed: _Listed
 
 
 class UnitView:
@@ -154,6 +175,7 @@ class UnitView:
             )
         self.model = with_those_beside(self.model, in_model, self.trained)
         self._forms = BufferForms(self.model, self.called)
+        self._known: _Known | None = None
         self._starting = True
         self.names()
         self._starting = False
@@ -171,7 +193,7 @@ class UnitView:
     def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
         """A view of some of the same state."""
         view: UnitView = object.__new__(UnitView)
-        view.__dict__.update(self.__dict__, unit=unit, members=members, holders=holders)
+        view.__dict__.update(self.__dict__, unit=unit, members=members, holders=holders, _known=None)
         return view
 
     def spec_of(self, stored: str, name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -269,27 +291,63 @@ class UnitView:
         groups: list[dict[str, Any]] | None = None,
         stage: Stage | None = None,
         lent: Mapping[Any, dict[Any, Any] | None] = _NOTHING,
+        *,
+        keep: bool = False,
     ) -> UnitState:
         """Everything of the unit, to be written by `lastwords.checkpoint.part.write_part`.
 
         groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them; groups that have been
         added since are no part of that state. stage: copies what does not lie in host memory as it is needed. What of
-        the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out.
+        the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out. keep: the
+        list is kept until the next call, which is spared most of the work if nothing else is there by then.
         """
-        names = self.names() if groups is None else _with_groups(self.names(), len(groups))
+        listed = self._list(len(self.optimizer.param_groups if groups is None else groups), lent, keep)
+        of_groups = OptimizerTrees(self.unit)
+        group_trees = self._group_trees(listed.names, groups, of_groups)
+        more = [(spec_of(one.name, one.tensor, one.box), one.tensor, one.path) for one in of_groups.tensors]
+        _refuse_twice([*listed.tensors, *more] if more else ())
+        meta = replace(
+            listed.meta,
+            groups=group_trees,
+            reshaped_buffers=self._forms.changed(),
+            left_out=[*listed.meta.left_out, *of_groups.left_out],
+            reasons=[*listed.meta.reasons, *of_groups.reasons],
+        )
+        tensors = [
+            (spec, source_of(tensor, stage, known))
+            for (spec, tensor, _), known in zip(listed.tensors, listed.sources or repeat(None), strict=False)
+        ]
+        tensors += [(spec, source_of(tensor, stage)) for spec, tensor, _ in more]
+        return UnitState(tensors=tensors, meta=meta)
+
+    def _list(self, groups: int, lent: Mapping[Any, dict[Any, Any] | None], keep: bool) -> _Listed:
+        """What the unit has, but for the numbers of that many groups."""
+        known, own, optimizers = self._known, (self.exclude_buffers, groups), (self.optimizer, self.stateful)
+        if known is not None and not lent and known.of == own and known.listing.still(optimizers):
+            return known.listed
+        self._known = None
+        listed = self._listed_anew(groups, lent)
+        tensors = [tensor for _, tensor, _ in listed.tensors]
+        missing = lent or listed.names.refused or listed.meta.left_out
+        if keep and not missing and Listing.suits(self.stateful, tensors):
+            listed = listed._replace(sources=[*map(lasting_source_of, tensors)])
+            tensors += self._state_elsewhere(listed.names)  # which memory may be shared with
+            self._known = _Known(own, Listing(self.model, optimizers, tensors), listed)
+        return listed
+
+    def let_go(self) -> None:
+        """Keep no list."""
+        self._known = None
+
+    def _listed_anew(self, groups: int, lent: Mapping[Any, dict[Any, Any] | None]) -> _Listed:
+        names = _with_groups(self.names(), groups)
         for name, error in names.refused.items():
             if name not in names.owners:
                 raise error
-        tensors: list[tuple[TensorSpec, TensorSource]] = []
-        taken: dict[str, str] = {}
+        tensors: list[tuple[TensorSpec, torch.Tensor, str]] = []
 
         def add(spec: TensorSpec, tensor: torch.Tensor, path: str) -> None:
-            if spec.name in taken:
-                raise ConfigError(
-                    f"{path} and {taken[spec.name]} would both be stored as {spec.name!r}; rename one of them"
-                )
-            taken[spec.name] = path
-            tensors.append((spec, source_of(tensor, stage)))
+            tensors.append((spec, tensor, path))
 
         for name, parameter in names.parameters.items():
             stored = unit_tensor_name(self.unit, "model", name)
@@ -300,20 +358,19 @@ class UnitView:
         taken_apart = OptimizerTrees(self.unit)
         optimizer_state, optimizer_own = self._optimizer_state(names, taken_apart, lent)
         shared, of_sharing = shared_in(taken_apart.tensors, self._state_elsewhere(names))
-        group_trees = self._group_trees(names, groups, taken_apart)
         for item in taken_apart.tensors:
             add(spec_of(item.name, item.tensor, item.box), item.tensor, item.path)
+        _refuse_twice(tensors)
         meta = UnitMeta(
             optimizer=optimizer_kind(self.optimizer),
             parameters={name: dtype_name(p.dtype) for name, p in names.parameters.items()},
             buffers={name: dtype_name(b.dtype) for name, b in names.buffers.items()},
             aliases=names.aliases,
             absent_buffers=names.absent_buffers,
-            groups=group_trees,
+            groups=(),
             group_parameters=names.groups,
             group_numbers=names.group_numbers,
             volatile_buffers=sorted(names.volatile_buffers),
-            reshaped_buffers=self._forms.changed(),
             frozen=[name for name, parameter in names.parameters.items() if not parameter.requires_grad],
             optimizer_state=optimizer_state,
             optimizer_own=optimizer_own,
@@ -326,7 +383,7 @@ class UnitView:
             ],
             holders=None if self.members is None else self.holders,
         )
-        return UnitState(tensors=tensors, meta=meta)
+        return _Listed(names, tensors, meta)
 
     def _optimizer_state(
         self, names: Names, taken: OptimizerTrees, lent: Mapping[Any, dict[Any, Any] | None] = _NOTHING
@@ -382,6 +439,16 @@ class UnitView:
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
             trees.append(taken.dict_tree(stored[g], f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
         return trees
+
+
+def _refuse_twice(tensors: Sequence[tuple[TensorSpec, torch.Tensor, str]]) -> None:
+    taken: dict[str, str] = {}
+    for spec, _, path in tensors:
+        if spec.name in taken:
+            raise ConfigError(
+                f"{path} and {taken[spec.name]} would both be stored as {spec.name!r}; rename one of them"
+            )
+        taken[spec.name] = path
 
 
 def _with_lent(

@@ -176,16 +176,36 @@ def staged_bytes(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-def source_of(tensor: torch.Tensor, stage: Stage | None = None) -> memoryview | Callable[[], memoryview]:
+class Staged:
+    """A copy of a tensor's bytes, made when it is called. stage: makes it."""
+
+    def __init__(self, tensor: torch.Tensor, stage: Stage) -> None:
+        self.tensor = tensor
+        self._stage = stage
+
+    def __call__(self) -> memoryview:
+        return self._stage(self.tensor)
+
+
+def source_of(
+    tensor: torch.Tensor, stage: Stage | None = None, known: memoryview | Staged | None = None
+) -> memoryview | Staged:
     """The tensor's memory itself where that is possible, else a function that copies it when it is called.
 
     A small tensor is copied at once: it costs as much as the view, and the user's code may resize it meanwhile.
-    stage: makes the copy; `staged_bytes` if None.
+    stage: makes the copy; `staged_bytes` if None. known: see `lasting_source_of`.
     """
+    fits = isinstance(known, memoryview) or (known is not None and stage is None)
+    source = known if known is not None and fits else lasting_source_of(tensor, stage)
+    if isinstance(source, memoryview) and source.nbytes <= COPIED_BYTES_MAX:
+        return memoryview(bytearray(source))
+    return source
+
+
+def lasting_source_of(tensor: torch.Tensor, stage: Stage | None = None) -> memoryview | Staged:
+    """The same, but for small tensors: it is right as long as the tensor lies where it does."""
     view = bytes_of(tensor)
-    if view is not None and view.nbytes <= COPIED_BYTES_MAX:
-        return memoryview(bytearray(view))
-    return view if view is not None else lambda: (stage or staged_bytes)(tensor)
+    return Staged(tensor, stage or staged_bytes) if view is None else view
 
 
 def writing(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -12,6 +12,7 @@ from typing import Any
 from lastwords.checkpoint.reason import first_of
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import ConfigError, UnavailableError
+from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
@@ -361,10 +362,13 @@ class ProtectedRun(Run):
         buckets = None if self.recorder.units.pure else self.buckets.record
         rank = self.world.rank
         beside = self._options.copy != "now"
-        copy = WholeCopies(rank, lambda: box_path(rank).parent, beside=beside) if self._options.copies_all else None
+        copy = None
+        if self._options.copies_all:
+            copy = WholeCopies(rank, lambda: box_path(rank).parent, beside=beside, devices=DeviceCopies())
         return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:
         data = None if self.steps is None else self.steps.facts(self.world.size)
         buckets = self.buckets.record(step) if self.recorder.units.pure else None
-        return replace(self.facts, data=data, buckets=buckets).to_json()
+        forgotten = self.recorder.ledger.forgotten or None
+        return replace(self.facts, data=data, buckets=buckets, forgotten=forgotten).to_json()

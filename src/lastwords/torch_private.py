@@ -105,15 +105,15 @@ global_step_hooks: tuple[dict[int, Any], dict[int, Any]] = (
 """Before and after the step of every optimizer of the process."""
 
 
-def _copy_one_by_one(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy_one_by_one(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+) -> None:
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        target.copy_(source, non_blocking)
 
 
-foreach_copy: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = getattr(
-    torch, "_foreach_copy_", _copy_one_by_one
-)
-"""`target.copy_(source)` of each pair, in one call where torch has one."""
+foreach_copy: Callable[..., Any] = getattr(torch, "_foreach_copy_", _copy_one_by_one)
+"""`target.copy_(source, non_blocking)` of each pair of two sequences, in one call where torch has one."""
 
 
 def non_persistent(module: torch.nn.Module) -> set[str]:

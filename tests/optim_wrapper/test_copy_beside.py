@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lastwords.errors import IncompleteError
+from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -28,14 +29,15 @@ SIZE = 64
 
 
 class Loop:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.folder = folder
-        self.net = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.BatchNorm1d(SIZE))
+        self.net = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.BatchNorm1d(SIZE)).to(device)
+        self.device = device
         self.optimizer = OptTFTWrapper(torch.optim.AdamW(self.net.parameters(), 0.1))
-        self.average = {"weight": torch.zeros(SIZE, SIZE)}
+        self.average = {"weight": torch.zeros(SIZE, SIZE, device=device)}
         self.recorder = StepRecorder(self.net, [self.optimizer], {"average": self.average}, None)
         self.recorder.agree_units(World(), next_prefix(), ())
-        copies = WholeCopies(0, lambda: folder)
+        copies = WholeCopies(0, lambda: folder, devices=DeviceCopies())
         self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {}, copy=copies)
         self.recorder.open_box(lambda make: make(folder / "box"), at_gate=True)
         self.recorder.begin(0, None)
@@ -48,7 +50,7 @@ class Loop:
     def train(self) -> None:
         """Up to a step's end. What is copied beside it has to be waited for in the next one."""
         self.step += 1
-        self.net(torch.randn(4, SIZE)).square().sum().backward()
+        self.net(torch.randn(4, SIZE, device=self.device)).square().sum().backward()
         self.recorder.finish_copy()
         self.recorder.watch.begin_update()
         self.recorder.tentative()
@@ -72,11 +74,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     beside: list[str] = []
     put = module._File.put
 
-    def watched(self: Any, spec: Any, *where: Any) -> None:
+    def watched(self: Any, piece: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            beside.append(spec.name.removeprefix(f"unit/{UNIT_REPLICATED}/"))
+            beside.append(piece.name.removeprefix(f"unit/{UNIT_REPLICATED}/"))
             MAY_COPY.wait()
-        put(self, spec, *where)
+        put(self, piece)
 
     monkeypatch.setattr(module._File, "put", watched)
     return beside
