@@ -304,6 +304,22 @@ def test_nobody_enters_what_could_not_be_kept_and_it_is_tried_again() -> None:
     assert core.handle(Kept(0), 3.0) == []
 
 
+def test_that_another_entry_is_kept_lets_nobody_in_and_a_failure_that_is_of_no_use_is_not_repaired() -> None:
+    core = new_core(2)
+    for event in (Waiting(0), Waiting(1), Kept(0), Begun(0), Begun(1), Ended(0, KILLED), Waiting(1), Waiting(0)):
+        effects = core.handle(event, 0.0)
+    assert [type(one) for one in effects] == [Keep]
+    assert core.entry == 1
+    assert core.handle(Kept(0), 1.0) == [], "it was late"
+    assert core.handle(Ended(1, KILLED), 1.0) == [Start(1)]
+    due_s = core.deadline_s
+    assert core.handle(Kept(1, "no space left"), 1.0) == []
+    assert core.deadline_s == due_s
+    (keep,) = core.handle(Waiting(1), 2.0)
+    assert core.handle(Kept(1), 2.0) == [Enter(1)]
+    assert isinstance(keep, Keep)
+
+
 def test_it_is_not_tried_again_while_a_rank_does_not_wait() -> None:
     core = new_core(2)
     for event in (Waiting(0), Waiting(1), Kept(0, "no space left")):
