@@ -176,6 +176,8 @@ class DeviceCopies:
 
     def copy(self, mark: Mark, file: Any, places: Sequence[slice]) -> bool:
         """Copy what was marked to these places. False: not all was as it was then."""
+        if not mark.of:
+            return True  # none of them has a byte
         with torch.cuda.device(mark.of[0].device):
             self._register(file)
         known, tensors = self._targets.get(file, ([], []))

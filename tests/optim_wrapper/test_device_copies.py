@@ -278,6 +278,12 @@ def test_behind_a_stream_that_waits_for_a_dead_peer_nobody_waits(
     assert copy.get(UNIT_REPLICATED, loop.step) is None, "it is no copy, although it has come to an end"
 
 
+def test_tensors_without_a_byte_are_copied_at_once(device: str) -> None:
+    copies, file = DeviceCopies(), whole_copies._File(mmap.mmap(-1, 1 << 14))
+    mark = copies.mark([Staged(torch.empty(0, device=device), staged_bytes)])
+    assert copies.copy(mark, file, [slice(4096, 4096)])
+
+
 def test_memory_that_was_freed_is_not_read(device: str, tmp_path: Path) -> None:
     tensors = [torch.ones(1 << 20, device=device) for _ in range(2)]
     marks, copies = DeviceMarks(), DeviceCopies()
