@@ -115,7 +115,7 @@ class WholeCopies:
                     return
             for one in rest:
                 file.put(one)
-        except (OSError, MemoryError, RuntimeError) as error:  # the last: a device has no memory left
+        except (OSError, MemoryError) as error:
             _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
             return
         self._seal(step, number, file)

@@ -126,10 +126,10 @@ class DeviceMarks:
 
     @staticmethod
     def mark(of: Sequence[OfDevice]) -> Mark:
-        """Queues a kernel for each device, and waits for nothing."""
+        """Queues a kernel for each device, and waits for nothing. MemoryError where one has no memory left."""
         words, events = [], []
         for one in of:
-            with torch.cuda.device(one.device):
+            with torch.cuda.device(one.device), _of_memory():
                 words.append(one.words.take())
                 events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                 events[-1].record()
@@ -220,15 +220,25 @@ class DeviceCopies:
 
 
 def by_device(tensors: Sequence[torch.Tensor]) -> list[OfDevice]:
-    """Tensors that `is_seen`, as long as they lie where they do now."""
+    """Tensors that `is_seen`, as long as they lie where they do now. MemoryError as for a mark."""
     flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
     found = []
     for device in dict.fromkeys(one.device for one in flat if one.numel()):
         places = [at for at, one in enumerate(flat) if one.device == device and one.numel()]
         own = [flat[at] for at in places]
         parts = [*_parts([one.numel() for one in own])]
-        found.append(OfDevice(device, places, own, _Words(own), parts, _lying(own)))
+        with _of_memory():
+            found.append(OfDevice(device, places, own, _Words(own), parts, _lying(own)))
     return found
+
+
+@contextlib.contextmanager
+def _of_memory() -> Iterator[None]:
+    """What torch says of a device without memory is a RuntimeError, as most mistakes are."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
 
 
 def _lying(flat: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

@@ -246,7 +246,7 @@ class StateWatch:
         self._ended, self._ended_step, self._state = newest[0], step, (newest[1], before)
         try:
             self._ended_there = self._mark_devices(newest[0])
-        except RuntimeError as error:  # the device has no memory left
+        except MemoryError as error:
             self._ended_there = None
             _log.info("what lies on devices is not looked at in step %d: %s", step, error)
         if self.copies:
