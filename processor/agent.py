@@ -334,7 +334,7 @@ class Agent:
 
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case events.SendReport(Goodbye() as report) if self._core.released:
+            case events.SendReport(Goodbye() as report):
                 self._goodbye = report
                 self._say_goodbye()
             case events.SendReport(Settled() as report):

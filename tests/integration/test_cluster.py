@@ -192,7 +192,7 @@ def test_a_scheduler_that_is_killed_before_all_ranks_have_met_takes_nobody_with_
     """The store in which they meet ends with it; whoever comes there later looks for it until its process ends."""
     plan = ("1:5:bwd",)
     for rank in range(RANKS):
-        job.start(rank, *plan, LATE_RANK="2", LATE_BEHIND="")
+        job.start(rank, *plan, LATE_RANK="2")
     job.wait(1, codes=(-signal.SIGKILL,))
     job.start(1, *plan)
     job.wait_until((job.directory / "late").exists)  # and 2 waits for some seconds now

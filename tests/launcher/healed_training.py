@@ -134,12 +134,17 @@ def count() -> None:
         file.write(json.dumps(counts) + "\n")
 
 
-def await_others() -> None:
-    """Until all others of this entry have told where they are, and wait for this rank; says so by the file `late`."""
+def addresses() -> int:
+    """How many ranks have told in the store of this entry where they are, for torch's first group."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    while sum("//cpu//" in key for key in store.list_keys()) < int(os.environ["WORLD_SIZE"]) - 1:
+    return sum("//cpu//" in key for key in store.list_keys())
+
+
+def await_others() -> None:
+    """Until all others have told where they are, and wait for this rank; says by the file `late` how many have."""
+    while addresses() < int(os.environ["WORLD_SIZE"]) - 1:
         signal.sigtimedwait((), 0.05)
-    (DIRECTORY / "late").touch()
+    (DIRECTORY / "late").write_text(str(addresses()), encoding="utf-8")
 
 
 def main() -> None:
@@ -150,8 +155,7 @@ def main() -> None:
         raise RuntimeError("something that can be done once in a process")
     show_checkpoints()
     if (DIRECTORY / "died-1-5-bwd").exists() and os.environ["RANK"] == os.environ.get("LATE_RANK"):
-        if "LATE_BEHIND" in os.environ:
-            await_others()
+        await_others()
         signal.sigtimedwait((), 3)
     die(generation(), "alone")
     dist.init_process_group("gloo")

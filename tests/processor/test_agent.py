@@ -15,6 +15,7 @@ from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.saver import Position, SaverSpec
+from lastwords.processor.writers import Writers
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
@@ -32,6 +33,7 @@ from lastwords.vocabulary import (
     Save,
     SaveFailed,
     SaveProgress,
+    Settled,
     Stack,
     Stand,
     Status,
@@ -175,6 +177,37 @@ def test_nobody_says_goodbye_while_its_writer_may_still_make_a_directory(
         agent.close(30.0)
     assert agent.wait_until(lambda: bool(session.heard(Goodbye)), 30.0)
     agent.close()
+
+
+def test_nor_where_an_incident_is_over_before_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the controller before has published the step that the one that follows it has ordered again."""
+    session, held = Heard(), Held(monkeypatch)
+    said: list[bool] = []  # when its writer is waited for
+    wait = Writers.wait
+
+    def wait_for_it(writers: Writers, timeout_s: float) -> None:
+        said.append(bool(session.heard(Goodbye)))
+        held.go_on.set()
+        wait(writers, 30.0)
+
+    def park() -> None:
+        with pytest.raises(SystemExit):
+            agent.end_step(lambda step: None)
+
+    monkeypatch.setattr(Writers, "wait", wait_for_it)
+    stays = Departure(0, leave_main=lambda: None)
+    agent = in_a_loop(session, stays, SaverSpec(0, "job", (tmp_path,), held))
+    session.answers |= {Settled: Save(1, 1, 1, 1, (), (0,), 0, "chosen")}
+    agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+    parked = threading.Thread(target=park)
+    parked.start()
+    assert held.writing.wait(30.0)
+    agent.on_order(Exit(1, 1, ExitKind.SAVED, 1, "/there", "rank 1 died", (1,)))
+    parked.join(30.0)
+    held.go_on.set()
+    assert not parked.is_alive()
+    assert said == [False]
+    assert session.heard(Goodbye)
 
 
 def test_a_stack_is_told_although_no_thread_can_be_started_that_logs_it() -> None:
