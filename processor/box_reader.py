@@ -30,6 +30,7 @@ from lastwords.processor.box_layout import (
     header_bytes,
     map_header,
 )
+from lastwords.processor.held_files import open_by_name
 from lastwords.vocabulary import Phase, Stand
 
 
@@ -65,12 +66,21 @@ class BoxReader:
     Data is fetched with pread, not through a mapping: a hole or a shortened file can then never raise SIGBUS.
     """
 
-    def __init__(self, path: Path, *, pause: Callable[[float], None] = time.sleep) -> None:
-        """Raises UnavailableError if there is no such file, FormatError if it is not a black box."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        opened: Callable[[Path], int] = open_by_name,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Raises UnavailableError if there is no such file, FormatError if it is not a black box.
+
+        opened: gives a descriptor of it.
+        """
         self.path = path
         self._pause = pause
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._fd = opened(path)
         except FileNotFoundError as error:
             raise UnavailableError(f"no black box at {path}") from error
         except OSError as error:

@@ -44,6 +44,7 @@ from lastwords.checkpoint.part import UnitState
 from lastwords.errors import FormatError, IncompleteError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.processor.box_layout import PAGE_BYTES
+from lastwords.processor.held_files import HeldFiles
 from lastwords.vocabulary import WholeCopy
 
 _log = logging.getLogger(__name__)
@@ -265,18 +266,18 @@ class WholeCopies:
             return _File(mmap.mmap(-1, nbytes))
 
 
-def whole_copies(directory: Path) -> tuple[WholeCopy, ...]:
+def whole_copies(files: HeldFiles) -> tuple[WholeCopy, ...]:
     """Those that are in this host's memory now. Any thread."""
-    return tuple(WholeCopy(rank, step) for rank, step, _ in _whole(directory))
+    return tuple(WholeCopy(rank, step) for rank, step, _ in _whole(files))
 
 
-def read_copy(directory: Path, unit: str, step: int) -> UnitState:
+def read_copy(files: HeldFiles, unit: str, step: int) -> UnitState:
     """A unit at the end of a step, from a copy of any rank of this host. IncompleteError if there is none, OSError."""
-    for _, of, path in _whole(directory):
+    for _, of, path in _whole(files):
         if of != step:
             continue
         try:
-            found = _File.open(path).read(step, str(path)).get(unit)
+            found = _File.open(files.open(path), str(path)).read(step, str(path)).get(unit)
         except (FileNotFoundError, LastWordsError) as error:
             _log.warning("%s cannot be read: %s", path, error)
             continue
@@ -285,25 +286,23 @@ def read_copy(directory: Path, unit: str, step: int) -> UnitState:
     raise IncompleteError(f"no copy of the unit {unit!r} at step {step} is in this host's memory", missing=(unit,))
 
 
-def _whole(directory: Path) -> Iterator[tuple[int, int, Path]]:
+def _whole(files: HeldFiles) -> Iterator[tuple[int, int, Path]]:
     """Rank, step and file of each copy that is whole."""
-    try:
-        there = sorted(directory.glob("rank_*.copy?"))
-    except OSError as error:  # no descriptor is left
-        _log.warning("the copies in %s cannot be looked for: %s", directory, error)
-        return
-    for path in there:
-        if (rank := path.stem.removeprefix("rank_")).isdecimal() and (step := _step_of(path)) is not None:
-            yield int(rank), step, path
+    for path in files.copies():
+        if (step := _step_of(files, path)) is not None:
+            yield int(path.stem.removeprefix("rank_")), step, path
 
 
-def _step_of(path: Path) -> int | None:
+def _step_of(files: HeldFiles, path: Path) -> int | None:
     """The step of a file that is whole."""
     try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD.size)
+        fd = files.open(path)
     except OSError:
         return None
+    try:
+        head = os.pread(fd, _HEAD.size, 0)
+    finally:
+        os.close(fd)
     if len(head) < _HEAD.size:
         return None
     magic, sequence, step, *_ = _HEAD.unpack(head)
@@ -361,12 +360,11 @@ class _File:
         return file
 
     @classmethod
-    def open(cls, path: Path) -> _File:
-        """Another process' file, to be read. OSError, FormatError."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def open(cls, fd: int, where: str) -> _File:
+        """Another process' file, to be read; the descriptor is closed. OSError, FormatError."""
         try:
             if os.fstat(fd).st_size < PAGE_BYTES:
-                raise FormatError(f"{path} is no copy of a rank's units: it is too short")
+                raise FormatError(f"{where} is no copy of a rank's units: it is too short")
             return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
         finally:
             os.close(fd)

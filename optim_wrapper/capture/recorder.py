@@ -250,7 +250,7 @@ class StepRecorder:
     def close(self) -> None:
         """Take the hook off the model again, and keep nothing of the loop's alive."""
         if self.source is not None:
-            self.source.end_copy()
+            self.source.close()
         self.attributes.let_go()
         for view in (self.view, *(() if self._units is None else self._units.views.values())):
             view.let_go()
@@ -321,6 +321,8 @@ class StepRecorder:
         self._see_what_moves(look=look, ends_epoch=ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
+            if self.source is not None:
+                self.source.follow_files()
         self.attributes.end_step()
         few = attributes.LOOKS if not self.attributes.is_slow else 0
         if look or self._ended_here <= few or ends_epoch:

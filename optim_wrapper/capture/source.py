@@ -33,10 +33,11 @@ from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
+from lastwords.processor.held_files import HeldFiles
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
-from lastwords.processor.whole_copies import PATIENCE_S, WholeCopies, read_copy
-from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand
+from lastwords.processor.whole_copies import PATIENCE_S, WholeCopies, read_copy, whole_copies
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand, WholeCopy
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class TrainerSource:
         self._units = units
         self._extras = extras
         self._box_path = box_path
+        self._files = HeldFiles(lambda: box_path(0).parent)
         self._buffers_at = buffers_at
         self._facts = facts
         self._buckets = buckets
@@ -123,6 +125,15 @@ class TrainerSource:
                 self._later = {unit_tensor_name(unit, *name) for unit in states for name in self._lasting}
             lasting = self._lasting
             self._copy.begin(snapshot.step, states, self._later, lambda: watch is None or watch.is_still(lasting))
+
+    def follow_files(self) -> None:
+        """Keep hold of what the ranks of this host have in memory."""
+        self._files.follow()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self.end_copy()
+        self._files.close()
 
     def finish_copy(self) -> bool:
         """Before anything that lets a peer update, or this rank: the copy of the last step's end is whole.
@@ -180,8 +191,11 @@ class TrainerSource:
         """The same from a whole copy: this rank's, or that of any other one of this host, which may be dead."""
         share = Share.parse(unit)
         own = None if self._copy is None else self._copy.get(share.unit, step)
-        directory = self._box_path(0).parent
-        return share_of(read_copy(directory, share.unit, step) if own is None else own, share)
+        return share_of(read_copy(self._files, share.unit, step) if own is None else own, share)
+
+    def whole_copies(self) -> tuple[WholeCopy, ...]:
+        """Those that are in this host's memory now, of any rank. Any thread."""
+        return whole_copies(self._files)
 
     def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)
@@ -280,7 +294,7 @@ class TrainerSource:
             return f"it had not ended step {step}, in which {drawn} changed on another rank after its tentative copy"
         for rank in (rank for rank, kind in kinds.items() if kind == COMMITTED):
             try:
-                with BoxReader(self._box_path(rank)) as box:
+                with BoxReader(self._box_path(rank), opened=self._files.open) as box:
                     facts = box.facts()
             except (OSError, LastWordsError) as error:
                 return (
@@ -307,7 +321,7 @@ class TrainerSource:
 
     def _read_box(self, rank: int, step: int) -> LocalState:
         try:
-            with BoxReader(self._box_path(rank)) as box:
+            with BoxReader(self._box_path(rank), opened=self._files.open) as box:
                 copy = box.read(step)
                 if copy is None:
                     there = ", ".join(f"{kind.name.lower()} {at}" for kind, at in box.contents()) or "nothing"

@@ -42,7 +42,6 @@ from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
 from lastwords.processor.silence import Silence
-from lastwords.processor.whole_copies import whole_copies
 from lastwords.transport import host_port, start_of
 from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello
 
@@ -120,7 +119,7 @@ class Protection:
             on_incident=self._on_incident,
             pass_on=lambda number: signals.pass_on(number),
             hand_back=lambda: signals.hand_back(),
-            whole_copies=lambda: whole_copies(self.box_path(rank).parent) if config.processor.has_copy else (),
+            whole_copies=lambda: source.whole_copies() if config.processor.has_copy else (),
             forsake_copies=source.forsake_copies,
         )
         self._asked_to_stop = lambda: core.asked_to_stop

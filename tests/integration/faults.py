@@ -36,7 +36,8 @@ Actions, carried out in order:
     trouble:A,B     in A seconds, the file system is ill for B seconds (see trouble.py)
     term            SIGTERM to this process
     break           leave the loop
-    lose_box        remove this rank's black box, as if its host were lost with it
+    lose_box        empty this rank's black box, as if its host were lost with it
+    empty_shm       remove the job's directory in /dev/shm, as systemd does when a user logs out
     garbage         write over a parameter (inside the update)
     flip            negate a parameter, so that a second `flip` undoes it exactly
 """
@@ -47,6 +48,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -311,14 +313,22 @@ class Faults:
         elif verb == "break":
             self.leave = True
         elif verb == "lose_box":
-            for line in self._directory.joinpath(f"rank_{self.rank}.shm").read_text().splitlines():
-                Path(line).with_name(f"rank_{self.rank}.box").unlink(missing_ok=True)
+            for directory in self._shared_memory():
+                with contextlib.suppress(FileNotFoundError):
+                    os.truncate(directory / f"rank_{self.rank}.box", 0)
+        elif verb == "empty_shm":
+            for directory in self._shared_memory():
+                shutil.rmtree(directory)
         elif verb == "garbage":
             self.write_garbage()
         elif verb == "flip":
             self.flip()
         else:
             raise AssertionError(f"unknown action {action!r}")
+
+    def _shared_memory(self) -> set[Path]:
+        said = self._directory.joinpath(f"rank_{self.rank}.shm").read_text()
+        return {Path(line).parent for line in said.splitlines()}
 
     def _spare_sleeps(self) -> bool:
         """One sleeps all the time that is looked at it: it has imported the script, and waits for a rank."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.kills import BEFORE_ALL_REDUCE, Kill
 from tests.integration.pairwise import pairs_of, pairwise
-from tests.integration.plan import Layout
+from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Rig
 from tests.selection import each_value_once, more
 
@@ -123,3 +123,15 @@ def test_a_killed_run_of_a_real_launcher_resumes_with_the_same_bits(rig: Rig, la
     killed, step = rig.die(layout, kill, launcher=launcher)
     assert step
     rig.check_resume(killed, step)
+
+
+def test_a_rank_that_dies_after_somebody_has_emptied_shared_memory_comes_back_as_it_was(rig: Rig) -> None:
+    """As systemd does when the user logs out. The ranks have open what was there."""
+    layout = Layout(broadcast_buffers=False, augment=True)
+    kill = Kill("forward", 6, (0, 2))
+    emptied = Fault(1, 5, "body", ("empty_shm",))
+    launch = rig.launch(layout, faults=[emptied, *kill.faults(layout)])
+    launch.finish()
+    step = rig.check_last_words(launch, kill.victims, kill.steps_expected(layout))
+    assert step
+    rig.check_resume(launch, step)

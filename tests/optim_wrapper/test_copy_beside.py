@@ -18,6 +18,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor import whole_copies as module
+from lastwords.processor.held_files import HeldFiles
 from lastwords.processor.whole_copies import WholeCopies, read_copy
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -61,7 +62,7 @@ class Loop:
         self.recorder.end_step(self.step, None)
 
     def copied(self, name: str = WEIGHT) -> torch.Tensor:
-        state = read_copy(self.folder, UNIT_REPLICATED, self.step)
+        state = read_copy(HeldFiles(lambda: self.folder), UNIT_REPLICATED, self.step)
         (content,) = [content for spec, content in state.tensors if spec.name == name]
         assert not callable(content)
         return torch.frombuffer(bytearray(content), dtype=torch.float32).reshape(SIZE, SIZE)

@@ -24,6 +24,7 @@ from lastwords.optim_wrapper.capture.device_copies import DeviceCopies, DeviceMa
 from lastwords.optim_wrapper.state import state_view
 from lastwords.optim_wrapper.tensors.tensor_bytes import Staged, staged_bytes
 from lastwords.processor import whole_copies
+from lastwords.processor.held_files import HeldFiles
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 from tests.optim_wrapper.test_copy_beside import Loop
 
@@ -247,7 +248,7 @@ def test_copies_are_right_however_large(device: str, folder: Path, numel: int) -
         state = UnitState([*zip(specs, sources, strict=True)], EMPTY_UNIT)
         copies.begin(step, {"u": state}, {spec.name for spec in specs}, lambda: True)
         copies.finish()
-        found = whole_copies.read_copy(folder, "u", step)
+        found = whole_copies.read_copy(HeldFiles(lambda: folder), "u", step)
         for (_, content), tensor in zip(found.tensors, tensors, strict=True):
             assert bytes(content) == tensor.cpu().numpy().tobytes()
 

@@ -19,9 +19,14 @@ from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.part import UnitState
 from lastwords.errors import IncompleteError, UnavailableError
 from lastwords.processor import whole_copies as module
+from lastwords.processor.held_files import HeldFiles
 from lastwords.processor.whole_copies import WholeCopies, read_copy, whole_copies
 from lastwords.vocabulary import WholeCopy
 from tests import golden
+
+
+def files_in(directory: Path) -> HeldFiles:
+    return HeldFiles(lambda: directory)
 
 
 def state(value: float, count: int = 5, name: str = "u") -> UnitState:
@@ -45,14 +50,14 @@ def test_what_another_process_reads_is_what_was_copied(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         mine.take(step, {"u": state(step), "v": state(-step, 70_000, "v")})
     del mine
-    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 2), WholeCopy(3, 3)}
+    assert {*whole_copies(files_in(tmp_path))} == {WholeCopy(3, 2), WholeCopy(3, 3)}
     for step in (2, 3):
-        found = read_copy(tmp_path, "u", step)
+        found = read_copy(files_in(tmp_path), "u", step)
         assert (values(found), found.meta.reasons, found.meta.optimizer) == ([step] * 5, [f"of {step}"], "SGD")
-        assert values(read_copy(tmp_path, "v", step)) == [-step] * 70_000
+        assert values(read_copy(files_in(tmp_path), "v", step)) == [-step] * 70_000
     for unit, step in (("u", 1), ("w", 3)):
         with golden.raises(IncompleteError):
-            read_copy(tmp_path, unit, step)
+            read_copy(files_in(tmp_path), unit, step)
 
 
 def interrupted(mine: WholeCopies, step: int) -> None:
@@ -72,8 +77,8 @@ def test_a_copy_that_was_not_finished_is_none_and_the_one_before_stays(tmp_path:
     for step in (1, 2):
         mine.take(step, {"u": state(step)})
     interrupted(mine, 3)
-    assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
-    assert values(read_copy(tmp_path, "u", 2)) == [2.0] * 5
+    assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 2),)
+    assert values(read_copy(files_in(tmp_path), "u", 2)) == [2.0] * 5
     assert mine.get("u", 3) is None
     own = mine.get("u", 2)
     assert own is not None
@@ -85,16 +90,16 @@ def test_the_same_step_once_more_spares_the_one_before(tmp_path: Path) -> None:
     mine.take(1, {"u": state(1)})
     mine.take(2, {"u": state(2)})
     mine.take(2, {"u": state(20)})
-    assert values(read_copy(tmp_path, "u", 2)) == [20.0] * 5
+    assert values(read_copy(files_in(tmp_path), "u", 2)) == [20.0] * 5
     interrupted(mine, 2)
-    assert whole_copies(tmp_path) == (WholeCopy(3, 1),)
+    assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 1),)
 
 
 def test_state_that_grows_gets_room(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     for step, count in enumerate((1, 100_000, 3, 400_000, 400_001), 1):
         mine.take(step, {"u": state(step, count)})
-        assert values(read_copy(tmp_path, "u", step)) == [step] * count
+        assert values(read_copy(files_in(tmp_path), "u", step)) == [step] * count
 
 
 def test_without_room_in_shared_memory_a_copy_is_this_process_own(
@@ -107,7 +112,7 @@ def test_without_room_in_shared_memory_a_copy_is_this_process_own(
     mine = copies(tmp_path)
     mine.take(1, {"u": state(1)})
     golden.says(mine.problem)
-    assert whole_copies(tmp_path) == ()
+    assert whole_copies(files_in(tmp_path)) == ()
     own = mine.get("u", 1)
     assert own is not None
     assert values(own) == [1.0] * 5
@@ -138,38 +143,38 @@ def test_what_is_damaged_is_no_copy(tmp_path: Path, damage: Callable[[bytes], by
     raw = file.read_bytes().rstrip(b"\0") if damage is cut else file.read_bytes()
     file.write_bytes(damage(raw))
     with pytest.raises(IncompleteError):
-        read_copy(tmp_path, "u", 1)
+        read_copy(files_in(tmp_path), "u", 1)
 
 
 def test_other_files_are_passed_over(tmp_path: Path) -> None:
     for name in ("rank_0.box", "rank_x.copy0", "rank_1.copy0.77.new", "controller.json"):
         (tmp_path / name).write_bytes(b"LWCOPY")
-    assert whole_copies(tmp_path) == ()
-    assert whole_copies(tmp_path / "none") == ()
+    assert whole_copies(files_in(tmp_path)) == ()
+    assert whole_copies(files_in(tmp_path / "none")) == ()
 
 
 def test_copies_of_weights_that_were_found_wrong_are_none(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     for step in (1, 2):
         mine.take(step, {"u": state(step)})
-    open_still = read_copy(tmp_path, "u", 2)
+    open_still = read_copy(files_in(tmp_path), "u", 2)
     mine.forsake()
-    assert whole_copies(tmp_path) == ()
+    assert whole_copies(files_in(tmp_path)) == ()
     assert mine.get("u", 2) is None
     assert values(open_still) == [2.0] * 5, "whoever reads it still does, and looks again"
     with pytest.raises(IncompleteError):
-        read_copy(tmp_path, "u", 2)
+        read_copy(files_in(tmp_path), "u", 2)
     mine.take(3, {"u": state(3)})
-    assert whole_copies(tmp_path) == (WholeCopy(3, 3),)
+    assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 3),)
 
 
 def test_a_copy_that_is_written_over_while_it_is_read_has_another_version(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     mine.take(1, {"u": state(1)})
-    before = read_copy(tmp_path, "u", 1)
-    assert before.version == read_copy(tmp_path, "u", 1).version
+    before = read_copy(files_in(tmp_path), "u", 1)
+    assert before.version == read_copy(files_in(tmp_path), "u", 1).version
     mine.take(1, {"u": state(9)})
-    assert before.version != read_copy(tmp_path, "u", 1).version
+    assert before.version != read_copy(files_in(tmp_path), "u", 1).version
 
 
 def test_without_descriptors_there_are_no_copies_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +184,8 @@ def test_without_descriptors_there_are_no_copies_and_no_error(tmp_path: Path, mo
     def none_left(*_: object) -> Any:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(Path, "glob", none_left)
-    assert whole_copies(tmp_path) == ()
+    monkeypatch.setattr(os, "scandir", none_left)
+    assert whole_copies(files_in(tmp_path)) == ()
 
 
 def test_an_older_file_is_not_left_where_there_is_no_room_for_the_new_one(
@@ -195,7 +200,7 @@ def test_an_older_file_is_not_left_where_there_is_no_room_for_the_new_one(
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     mine.take(3, {"u": state(3, 900_000)})
-    assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
+    assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 2),)
     monkeypatch.setattr(module.mmap, "mmap", full)
     mine.begin(4, {"u": state(4, 2_000_000)}, (), lambda: True)
     assert mine.get("u", 4) is None, "and training goes on"
@@ -229,11 +234,14 @@ def test_a_copy_is_made_beside_the_training_and_waited_for(tmp_path: Path) -> No
     mine, slow = copies(tmp_path), Slow(2.0)
     mine.take(1, {"u": state(1)})
     mine.begin(2, {"u": slow.state(), "v": state(3, name="v")}, LATER, lambda: True)
-    assert whole_copies(tmp_path) == (WholeCopy(3, 1),), "who dies now leaves the one before"
+    assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 1),), "who dies now leaves the one before"
     slow.may_read.release(2)
     mine.finish()
-    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 1), WholeCopy(3, 2)}
-    assert (values(read_copy(tmp_path, "u", 2)), values(read_copy(tmp_path, "v", 2))) == ([2.0] * MUCH, [3.0] * 5)
+    assert {*whole_copies(files_in(tmp_path))} == {WholeCopy(3, 1), WholeCopy(3, 2)}
+    assert (values(read_copy(files_in(tmp_path), "u", 2)), values(read_copy(files_in(tmp_path), "v", 2))) == (
+        [2.0] * MUCH,
+        [3.0] * 5,
+    )
     assert slow.looks == ["lastwords-copy"] * 2
 
 
@@ -243,8 +251,8 @@ def test_the_next_copy_waits_for_the_one_before(tmp_path: Path, step: int) -> No
     slow.may_read.release(2)
     mine.begin(2, {"u": slow.state()}, LATER, lambda: True)
     mine.begin(step, {"u": state(step)}, LATER, lambda: True)
-    assert values(read_copy(tmp_path, "u", step)) == [step] * 5
-    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 2), WholeCopy(3, step)}
+    assert values(read_copy(files_in(tmp_path), "u", step)) == [step] * 5
+    assert {*whole_copies(files_in(tmp_path))} == {WholeCopy(3, 2), WholeCopy(3, step)}
 
 
 def test_what_changes_meanwhile_is_no_copy(tmp_path: Path) -> None:
@@ -257,7 +265,7 @@ def test_what_changes_meanwhile_is_no_copy(tmp_path: Path) -> None:
         answers[:] = still
         mine.finish()
         assert mine.get("u", 2) is None
-    assert whole_copies(tmp_path) == ()
+    assert whole_copies(files_in(tmp_path)) == ()
 
 
 def test_what_is_exchanged_for_a_moment_and_is_back_before_anybody_asks_is_no_copy(tmp_path: Path) -> None:
@@ -267,7 +275,7 @@ def test_what_is_exchanged_for_a_moment_and_is_back_before_anybody_asks_is_no_co
     mine.begin(2, {"u": slow.state()}, LATER, lambda: True)
     assert mine.get("u", 2) is None
     mine.finish()
-    assert values(read_copy(tmp_path, "u", 2)) == [2.0] * MUCH
+    assert values(read_copy(files_in(tmp_path), "u", 2)) == [2.0] * MUCH
     assert slow.looks == ["lastwords-copy"] * 2 + ["MainThread"] * 2
 
 
@@ -302,7 +310,7 @@ def test_whatever_happens_in_the_thread_nobody_waits_for_ever(tmp_path: Path) ->
     slow.may_read.release(2)
     mine.begin(3, {"u": slow.state()}, LATER, lambda: True)
     mine.finish()
-    assert values(read_copy(tmp_path, "u", 3)) == [3.0] * MUCH
+    assert values(read_copy(files_in(tmp_path), "u", 3)) == [3.0] * MUCH
 
 
 def test_without_a_thread_it_is_made_at_once(
@@ -319,7 +327,7 @@ def test_without_a_thread_it_is_made_at_once(
         mine.begin(step, {"u": slow.state()}, LATER, lambda: True)
         assert slow.looks == ["MainThread"], "there is nothing to compare"
     golden.says(caplog.messages)
-    assert {*whole_copies(tmp_path)} == {WholeCopy(3, 1), WholeCopy(3, 2)}
+    assert {*whole_copies(files_in(tmp_path))} == {WholeCopy(3, 1), WholeCopy(3, 2)}
 
 
 def test_within_the_step_s_end_if_it_is_to_be_so(tmp_path: Path) -> None:
@@ -327,7 +335,7 @@ def test_within_the_step_s_end_if_it_is_to_be_so(tmp_path: Path) -> None:
     slow.may_read.release(1)
     WholeCopies(3, lambda: tmp_path, beside=False).begin(2, {"u": slow.state()}, LATER, lambda: True)
     assert slow.looks == ["MainThread"]
-    assert whole_copies(tmp_path) == (WholeCopy(3, 2),)
+    assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 2),)
 
 
 def test_its_thread_ends_with_it(tmp_path: Path) -> None:
