@@ -26,6 +26,7 @@ from lastwords.optim_wrapper.tensors.tensor_places import (
     word_index,
     writes_in,
 )
+from lastwords.optim_wrapper.tensors.tree_objects import inner_names
 from lastwords.sharding.dtensor import is_dtensor, local_of
 
 WORDS_MAX, WORDS_EACH_MAX = 512, 16
@@ -334,7 +335,10 @@ def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterat
 
 
 def _nested(name: StateName, item: Any, table: Mapping[Any, Any] | None, key: Any) -> Iterator[tuple[StateName, Slot]]:
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, torch.Tensor) and (inside := inner_names(item)):
+        for inner in inside:
+            yield from _nested(name._replace(key=f"{name.key}.{inner}"), getattr(item, inner), vars(item), inner)
+    elif isinstance(item, torch.Tensor):
         yield name, Slot(item, table, key)
     elif isinstance(item, list | tuple | dict):
         for place, inner in [*item.items()] if isinstance(item, dict) else enumerate(item):

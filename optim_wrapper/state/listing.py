@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
+from lastwords.optim_wrapper.tensors.tree_objects import inner_names
 from lastwords.sharding.dtensor import is_dtensor, local_of
 from lastwords.torch_private import non_persistent
 
@@ -48,7 +49,9 @@ class Listing:
         return (
             all(type(state) is dict for state in states)
             and all(
-                type(one) in _ATOMS or isinstance(one, torch.Tensor) for state in states for one in [*state.values()]
+                type(one) in _ATOMS or (isinstance(one, torch.Tensor) and not inner_names(one))
+                for state in states
+                for one in [*state.values()]
             )
             and all(
                 local.layout is torch.strided and not local.is_complex() and not local.is_inference()

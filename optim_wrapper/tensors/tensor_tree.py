@@ -23,7 +23,7 @@ import torch
 from lastwords.checkpoint.storable import DEPTH_MAX, refuse_unstorable, unstorable
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, refuse_unsupported
-from lastwords.optim_wrapper.tensors.tree_objects import Parts, is_object, made_of, parts_of
+from lastwords.optim_wrapper.tensors.tree_objects import Parts, is_object, made_of, parts_of, refuse_missing_class
 from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_json
 
 Tree = dict[str, Any]
@@ -148,6 +148,13 @@ def put_together(tree: Tree, tensor_of: Callable[[str], torch.Tensor], where: st
         return tensor
 
     return _put_together(tree, leaf, where, made_of)
+
+
+def refuse_missing_classes(tree: Tree, where: str) -> None:
+    """MismatchError if something in a tree cannot be made in this process; FormatError for a foreign tree."""
+    _put_together(
+        tree, lambda name, node: None, where, lambda kind, about, _, at: refuse_missing_class(kind, about, at)
+    )
 
 
 def filled(tree: Tree, leaf: Callable[[str, Tree], Any], where: str) -> Any:

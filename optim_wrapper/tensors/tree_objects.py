@@ -1,13 +1,15 @@
 """Values that are neither plain nor simply a tensor: taken apart into plain values and tensors, and made again.
 
-numpy arrays, sparse tensors, torch's generators, its types, devices, shapes and layouts; and deques and defaultdicts
-with tensors inside. Each becomes a kind (a
-text), plain values about it, and values inside it, tensors among them. Only what is listed here is ever made again.
+numpy arrays, sparse tensors, tensors that are made of others (torch calls their classes traceable: quantized moments,
+say), torch's generators, its types, devices, shapes and layouts; and deques and defaultdicts with tensors inside. Each
+becomes a kind (a text), plain values about it, and values inside it, tensors among them. Only what is listed here is
+ever made again.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +18,15 @@ import numpy as np
 import torch
 
 from lastwords.checkpoint.storable import FACTORIES, NUMPY_KINDS, is_factory
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, MismatchError
+from lastwords.sharding.dtensor import is_dtensor
 
 _ARRAY_KINDS = NUMPY_KINDS | {"U", "S"}
 _COMPRESSED = {
     layout: str(layout) for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
 _CURRENT = "current"
+TRACEABLE = "traceable"
 
 
 class Parts(NamedTuple):
@@ -39,7 +43,7 @@ def parts_of(value: Any) -> Parts | None:
     if kind is np.ndarray:
         return _of_array(value) if value.dtype.kind in _ARRAY_KINDS else None
     if isinstance(value, torch.Tensor):
-        return _of_sparse(value)
+        return _of_traceable(value) or _of_sparse(value)
     if kind is torch.Generator:
         return Parts("generator", _device_name(value.device), [value.get_state()])
     if kind is torch.device:
@@ -66,7 +70,11 @@ _KINDS = (
 
 
 def made_of(kind: Any, about: Any, inside: Sequence[Any], where: str) -> Any:
-    """The object again. FormatError for what `parts_of` has not made, or of a device that is not here."""
+    """The object again. FormatError for what `parts_of` has not made, or of a device that is not here.
+
+    MismatchError where its class is not here.
+    """
+    refuse_missing_class(kind, about, where)
     try:
         return _MAKE[kind](about, inside)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
@@ -102,6 +110,78 @@ def _array(about: Any, inside: Sequence[Any]) -> np.ndarray[Any, Any]:
         return np.empty(shape, dtype, order=order)
     array: np.ndarray[Any, Any] = memory.view(np.uint8).view(dtype).copy().reshape(shape, order=order)
     return array
+
+
+# ---------------------------------------------------------------------- tensors that are made of others
+
+
+def inner_names(tensor: torch.Tensor) -> list[str]:
+    """Attributes with the tensors that this one is made of, if its class is traceable; none for any other tensor.
+
+    Nested tensors and DTensors are looked at elsewhere.
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not _is_traceable(kind):
+        return []
+    if is_dtensor(tensor) or tensor.is_nested:
+        return []
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [*names] if all(isinstance(getattr(tensor, name, None), torch.Tensor) for name in names) else []
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are not simply its elements: it is sparse, quantized, nested, or made of others."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return False
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or bool(inner_names(tensor))
+
+
+def _is_traceable(kind: Any) -> bool:
+    flatten, unflatten = (getattr(kind, name, None) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
+    return isinstance(kind, type) and issubclass(kind, torch.Tensor) and callable(flatten) and callable(unflatten)
+
+
+def _of_traceable(tensor: torch.Tensor) -> Parts | None:
+    names, kind = inner_names(tensor), type(tensor)
+    if not names:
+        return None
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    about = [kind.__module__, kind.__qualname__, names, list(tensor.shape), list(tensor.stride())]
+    return Parts(TRACEABLE, about, [*(getattr(tensor, name) for name in names), context])
+
+
+def _traceable(about: Any, inside: Sequence[Any]) -> torch.Tensor:
+    _, _, names, size, stride = about
+    *tensors, context = inside
+    inner = dict(zip(names, tensors, strict=True))
+    made: torch.Tensor = _class_of(about).__tensor_unflatten__(inner, context, torch.Size(size), tuple(stride))
+    return made
+
+
+def _class_of(about: Any) -> Any:
+    """The class, of a module that this process has imported by itself."""
+    module, name, *_ = about
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not _is_traceable(found):
+        raise TypeError(found)
+    return found
+
+
+def refuse_missing_class(kind: Any, about: Any, where: str) -> None:
+    """MismatchError where an object of this kind is of a class that this process does not have."""
+    if kind != TRACEABLE or not isinstance(about, list):
+        return
+    try:
+        _class_of(about)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        name = ".".join(map(str, about[:2]))
+        raise MismatchError(
+            f"{where} holds a {name}, and no module that has been imported here has a traceable tensor class of that "
+            "name; import it before resume()",
+            different={where: name},
+        ) from error
 
 
 # ---------------------------------------------------------------------- sparse tensors
@@ -176,6 +256,7 @@ _MAKE: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "sparse_coo": _coo,
     "sparse_compressed": _compressed,
     "generator": _generator,
+    TRACEABLE: _traceable,
     "device": _device,
     "size": lambda about, inside: torch.Size(about),
     "deque": lambda about, inside: deque(inside, about),

@@ -14,7 +14,7 @@ import torch
 from lastwords.checkpoint.storable import is_factory, pack, refuse_unstorable, unstorable
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, writing
-from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
+from lastwords.optim_wrapper.tensors.tree_objects import inner_names, is_object, made_of, parts_of
 from lastwords.sharding.dtensor import local_of
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
@@ -60,7 +60,7 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
             differs = differs or moved or key not in known
         differs = differs or any(old is not key and advance(old, key)[1] for old, key in zip(known, now, strict=True))
         return (result, True) if differs else (before, False)
-    if isinstance(now, torch.Tensor) and now.layout is torch.strided:
+    if isinstance(now, torch.Tensor) and now.layout is torch.strided and not inner_names(now):
         _refuse_odd(now)
         if before is not None and bytes_equal(before, now.detach()):
             return before, False
@@ -90,9 +90,12 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 def _advance_rare(before: Any, now: Any) -> tuple[Any, bool]:
     """`advance` for what is neither an atom nor a container. UnstorableError for what cannot be stored."""
     if isinstance(now, torch.Tensor):
-        if parts_of(now) is None:
+        if (parts := parts_of(now)) is None:
             raise unstorable(now, "")
-        return now.detach().clone(), True
+        old = None if before is None else parts_of(before)
+        alike = old is not None and (old.kind, old.about) == (parts.kind, parts.about)
+        inside, moved = advance([*old.inside] if old is not None and alike else None, [*parts.inside])
+        return (before, False) if not moved else (made_of(parts.kind, parts.about, inside, "a tensor"), True)
     if is_object(now):
         if parts_of(now) is None:
             raise unstorable(now, "")
@@ -156,6 +159,7 @@ def into(here: Any, item: Any, whole: Container[int] = (), is_foreign: Callable[
         return here if _same(here, item) else item
     if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
         alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
+        alike = alike and not inner_names(here) and not inner_names(item)  # copy_() of a quantized one rounds anew
         alike = alike and not (here.layout is torch.strided and here.numel() and 0 in here.stride())  # expand()
         if alike and here.layout is torch.strided and here is not item:
             with writing(here):

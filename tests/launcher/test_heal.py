@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -167,8 +168,8 @@ def test_in_the_store_of_the_generation_before_torch_finds_the_old_one(
     try:
         while not (late := tmp_path / "late").exists() or not late.read_text():
             assert time.monotonic() < deadline_mono_s, "no rank was late"
-            assert launcher.poll() is None
-            time.sleep(0.05)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                raise AssertionError(f"the launcher ended with {launcher.wait(timeout=0.05)}")
         assert late.read_text() == str(RANKS)
     finally:
         launcher.terminate()

@@ -21,7 +21,8 @@ from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import DEPTH_MAX, pack, unpack
-from lastwords.errors import FormatError, UnstorableError
+from lastwords.errors import FormatError, MismatchError, UnstorableError
+from lastwords.optim_wrapper.capture.witness import Witness, tensors_of
 from lastwords.optim_wrapper.resume.resume import _ExtraTensors
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
@@ -31,6 +32,7 @@ from lastwords.optim_wrapper.tensors.value_copies import advance
 from tests import golden
 from tests.checkpoint.test_storable import KEYS, SCALARS, nested
 from tests.checkpoint.test_storable import same as same_plain
+from tests.traceable import Eighth, EighthMomentum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128, torch.int64, torch.bool,
           torch.uint8, torch.float8_e4m3fn, torch.uint16]  # fmt: skip
@@ -78,6 +80,7 @@ OBJECTS = st.one_of(
             torch.eye(3).to_sparse_csr(),
             torch.eye(4).to_sparse_bsc((2, 2)),
             torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,)),
+            Eighth(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor(0.5), 7),
         ]
     ),
 )
@@ -101,6 +104,10 @@ def same(one: Any, other: Any) -> bool:
     """Equal in bits, and in types all the way down."""
     if type(one) is not type(other):
         return False
+    if isinstance(one, Eighth):
+        names, context = one.__tensor_flatten__()
+        alike = all(same(getattr(one, name), getattr(other, name)) for name in names)
+        return alike and same(context, other.__tensor_flatten__()[1])
     if isinstance(one, torch.Tensor):
         if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
             return False
@@ -251,6 +258,72 @@ def test_a_snapshot_of_every_kind_is_a_copy() -> None:
 def test_a_forged_object_is_a_format_error(forged: list[Any]) -> None:
     with pytest.raises(FormatError):
         put_together({"object": forged}, lambda name: torch.ones(1), "here")
+
+
+NAMES = ["tests.traceable", "Eighth", ["codes", "scale"], [2], [1]]
+INNER = [{"tensor": "x", "dtype": "int8"}, {"tensor": "x", "dtype": "float32"}, {"plain": {"levels": 7}}]
+
+
+@pytest.mark.parametrize("about", [
+    ["tests.traceable", "Tenth", *NAMES[2:]], ["tests.traceables", *NAMES[1:]], ["torch", "Tensor", *NAMES[2:]],
+    ["tests.traceable", "EighthMomentum", *NAMES[2:]], ["os", "system", *NAMES[2:]], [None, *NAMES[1:]], ["torch"],
+])  # fmt: skip
+def test_a_tensor_of_a_class_that_is_not_here_is_told_before_anything_is_changed(about: list[Any]) -> None:
+    made = put_together({"object": ["traceable", NAMES, INNER]}, lambda name: torch.ones(2), "here")
+    assert type(made) is Eighth
+    with pytest.raises(MismatchError):
+        put_together({"object": ["traceable", about, INNER]}, lambda name: torch.ones(2), "here")
+
+    model, optimizer_8 = stepped()
+    state = UnitView(model, optimizer_8).state()
+    ((_, node),) = state.meta.optimizer_state["weight"]["dict"]
+    node["object"][1] = about
+    model_2, fresh = stepped(0)
+    with pytest.raises(MismatchError):
+        RestorePlan(UnitView(model_2, fresh), [spec for spec, _ in state.tensors], state.meta)
+
+
+def stepped(steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2)
+    trained = EighthMomentum(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        trained.zero_grad()
+        model(torch.randn(3, 4)).pow(2).sum().backward()
+        trained.step()
+    return model, trained
+
+
+def test_moments_that_are_made_of_tensors_are_named_where_they_lie_and_seen_to_move() -> None:
+    model, trained = stepped()
+    view = UnitView(model, trained)
+    assert {"unit/replicated/optim/weight/momentum.0", "unit/replicated/optim/weight/momentum.1"} <= {
+        spec.name for spec, _ in view.state().tensors
+    }
+    witness = Witness(lambda: dict(tensors_of(view, frozenset)))
+    witness.look()
+    mark = witness.mark()
+    assert not witness.moved(mark)
+    moment = trained.state[model.weight]["momentum"]
+    moment.codes.add_(1)
+    assert [str(name) for name in witness.moved(mark)] == ["optimizer state of 'weight' (momentum.codes)"]
+    mark = witness.mark()
+    moment.scale.data.mul_(2)
+    assert [str(name) for name in witness.moved(mark)] == ["optimizer state of 'weight' (momentum.scale)"]
+
+
+def test_a_snapshot_of_such_a_tensor_shares_what_has_not_moved() -> None:
+    live = {"mine": Eighth(torch.ones(3, dtype=torch.int8), torch.tensor(2.0))}
+    extras = Extras({"x": live})
+    first = extras.first()
+    steady = extras.ended(first)
+    assert not steady.moved
+    assert steady.states["x"]["mine"] is first.states["x"]["mine"] is not live["mine"]
+    live["mine"].scale.mul_(2)
+    moved = extras.ended(steady)
+    assert moved.moved == {"x"}
+    assert same(moved.states["x"], live)
+    assert steady.states["x"]["mine"].scale == 2
 
 
 PAIRS: list[tuple[Any, Any]] = [
