@@ -246,7 +246,7 @@ class Habits:
     after its update, as kind, name and key of the tensor, how often in the newest such step, and in which steps.
     changes: in which steps what else changed so, by what it is called (hyperparameters, ...). names_go_back: the loop
     has called a step what is no later than the one before. passes: backward passes in a step, 0 where that number
-    changes, None where it is not known.
+    changes, None where it is not known. constants: digests of tensors in attributes that the loop has not changed.
     """
 
     late: StoredRecurrence | None = None
@@ -257,6 +257,7 @@ class Habits:
     changes: Mapping[str, StoredRecurrence] = field(default_factory=dict)
     names_go_back: bool = False
     passes: Number | None = None
+    constants: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def read(said: Any, path: str) -> Habits:
@@ -265,7 +266,10 @@ class Habits:
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file, or in the black box."""
-        return {**json_of(self), "writes": [[*names, list(when)] for *names, when in self.writes]}
+        said = {**json_of(self), "writes": [[*names, list(when)] for *names, when in self.writes]}
+        if not self.constants:
+            del said["constants"]
+        return said
 
 
 COMMITTED = "committed"

@@ -27,7 +27,7 @@ def open_by_name(path: Path) -> int:
 class HeldFiles:
     """Descriptors of all ranks' black boxes and copies in `directory`. Any thread.
 
-    A file that is gone while others are there was removed by its owner: its memory is not kept.
+    A file that is gone while others are there was removed by its owner: its memory is kept until the next `follow`.
     """
 
     def __init__(self, directory: Callable[[], Path]) -> None:
@@ -35,7 +35,7 @@ class HeldFiles:
         self._held: dict[str, tuple[int, int]] = {}
         """Name -> inode and descriptor."""
         self._lock = threading.Lock()
-        self._told = False
+        self._told = self._closed = False
 
     def follow(self) -> None:
         """See which files there are now; some 50 µs with eight ranks."""
@@ -43,9 +43,11 @@ class HeldFiles:
         if there is None:
             return
         with self._lock:
-            if self._emptied(there):
-                return self._tell()
-            for name in self._held.keys() - there.keys():
+            if self._closed:
+                return
+            if not self._told and self._emptied(there):
+                self._tell()
+            for name in () if self._told else self._held.keys() - there.keys():
                 os.close(self._held.pop(name)[1])
             for name, inode in there.items():
                 if name in self._held and self._held[name][0] == inode:
@@ -72,12 +74,14 @@ class HeldFiles:
         """Where files with whole copies of ranks are, or were before the directory was emptied, sorted."""
         there = self._there()
         with self._lock:
-            names = self._held if there is None or self._emptied(there) else there
+            lost = there is None or self._told or self._emptied(there)
+            names = {*self._held, *(there or ())} if lost else there or ()
             return [self._directory() / name for name in sorted(names) if ".copy" in name]
 
     def close(self) -> None:
         """Hold none any more."""
         with self._lock:
+            self._closed = True
             while self._held:
                 os.close(self._held.popitem()[1][1])
 
@@ -96,10 +100,9 @@ class HeldFiles:
         return bool(self._held) and self._held.keys().isdisjoint(there)
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "somebody has emptied %s while the job runs: a rank that dies is saved all the same, but a controller "
-                "that dies cannot be followed. Where systemd does so when you log out, run `loginctl enable-linger`",
-                self._directory(),
-            )
+        self._told = True
+        _log.warning(
+            "somebody has emptied %s while the job runs: a rank that dies is saved all the same, but a controller "
+            "that dies cannot be followed. Where systemd does so when you log out, run `loginctl enable-linger`",
+            self._directory(),
+        )

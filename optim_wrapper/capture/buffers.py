@@ -17,6 +17,7 @@ from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, dtype_of, unstorable
 from lastwords.optim_wrapper.state.buffer_forms import put
 from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.tensors.tree_objects import is_composite
 from lastwords.processor.black_box import RegionCopy
 from lastwords.sharding.dtensor import local_of
 from lastwords.torch_private import NormBase, non_persistent
@@ -97,7 +98,7 @@ class Buffers:
         for prefix, module in self._model.named_modules():
             for key, tensor in module._buffers.items():
                 name = self._called(f"{prefix}.{key}" if prefix else key)
-                if tensor is not None and name not in self._seen:
+                if tensor is not None and name not in self._seen and not is_composite(tensor):
                     yield name, module, key, tensor
 
     @property

@@ -7,6 +7,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class StepRecorder:
         *,
         copies: bool = True,
         forget: Sequence[str] = (),
+        variables: bool = False,
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
@@ -83,7 +85,10 @@ class StepRecorder:
         self.rng = RngCapture(ledger=self.ledger)
         self.extra_buffers = ExtraBuffers(self.extras, self.tensors)
         beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
-        self.attributes = attributes.of_job(self.view, optimizers, self.ledger, self.own.of_optimizers, beside)
+        apart = [*(extras or {}).values(), *(local_extras or {}).values(), *optimizers]
+        self.attributes = attributes.of_job(
+            self.view, optimizers, self.ledger, self.own.of_optimizers, beside, apart if variables else None
+        )
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
@@ -119,6 +124,7 @@ class StepRecorder:
         self._steps_per_epoch = 0  # not known
         self.ends_early, self.names_steps = False, True
         self._habits = Habits()  # of the run that is resumed
+        self._constants: dict[str, str] | None = None
 
     def agree_units(self, world: World, prefix: str, declared: Sequence[Unit]) -> RankUnits:
         """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
@@ -202,6 +208,7 @@ class StepRecorder:
         self.tensors.look()
         self.buffers.look()
         self.attributes.begin()
+        self._know_constants()
         self.watch.look()
         self._make_room()
         if step_regions:
@@ -216,6 +223,13 @@ class StepRecorder:
             self.rng.restore(step_regions)
         self._keep(step, position, self.ends_epoch(position))
         as_constructed()  # what had not moved by the epoch's start is as the constructors left it
+
+    def _know_constants(self) -> None:
+        """When protection begins, as `resume()` will compare them: what has changed by the loop's begin is none."""
+        now, before = self.attributes.constants(), self._constants
+        self._constants = now if before is None else {name: one for name, one in before.items() if now.get(name) == one}
+        if self._constants != before:
+            self._say_reasons()
 
     def put_back(self, streams: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> None:
         """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
@@ -437,7 +451,7 @@ class StepRecorder:
     def _say_reasons(self) -> None:
         if self._box is None:
             return
-        habits = self.loop.added_to(self._box.habits)
+        habits = replace(self.loop.added_to(self._box.habits), constants=self._constants or {})
         facts = {"reasons": [one.to_json() for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
 

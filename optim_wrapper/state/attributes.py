@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,8 +35,11 @@ from lastwords.optim_wrapper.state.object_walk import (
     DATA_PTR,
     GONE,
     ID,
+    LARGE_ARRAY,
     NAMED_TUPLE,
     VALUE_BYTES_MAX,
+    VARIABLES,
+    WHICH,
     Shadow,
     Walk,
     content_of,
@@ -41,11 +47,13 @@ from lastwords.optim_wrapper.state.object_walk import (
     form_of,
     is_attribute,
     own_of,
+    variables,
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, staged_bytes, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, staged_bytes, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.tensors.tree_objects import is_composite
 from lastwords.optim_wrapper.tensors.value_copies import into
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
@@ -63,6 +71,9 @@ _SLOW_LOOKS = 2
 
 LOOKS = 16
 """So many first steps are looked at, each of them; later ones now and then."""
+
+CONSTANTS_MAX, _WINDOW = 256, 64
+"""Digests are kept of so many attributes with tensors, and made of so many bytes here and there of a large one."""
 
 LOADER = "loader"
 """The root that only `steps()` knows, which puts its attributes back while it finds its place in the data."""
@@ -108,7 +119,8 @@ class Attributes:
 
     saved: tensors that a checkpoint has anyway, by name. spoken: what else it has, of optimizers with a state_dict() of
     their own: an attribute that is part of that is not looked at. beyond: objects of the job of whose attributes only
-    the random generators count.
+    the random generators count. apart: extras, which are saved as such, where variables lead to state as well; None:
+    they do not.
     """
 
     def __init__(
@@ -118,8 +130,14 @@ class Attributes:
         ledger: Ledger | None = None,
         spoken: Mapping[str, OwnState] | None = None,
         beyond: Mapping[str, Any] | None = None,
+        apart: Iterable[Any] | None = None,
     ) -> None:
         self._roots = dict(roots)
+        self._with_variables = apart is not None
+        self._apart = frozenset(map(id, apart or ()))
+        self._thread = 0
+        self._variables: dict[str, dict[str, int]] = {}
+        """Of the functions that run the loop: the objects that their variables held when it began."""
         self._saved = saved
         self.ledger = ledger or Ledger()
         self.generators = Generators(beyond or {}, self.ledger)
@@ -163,6 +181,10 @@ class Attributes:
     def begin(self) -> None:
         """The loop begins: what there is now has not moved."""
         with self._guarded():
+            self._thread = threading.get_ident()
+            self._variables = {
+                root: {name: id(one) for name, one in held.items()} for root, held in self._held().items()
+            }
             self._walk = self._new_walk()
             self._first = self._marks(self._walk)
             self.generators.begin(self._walk)
@@ -172,7 +194,7 @@ class Attributes:
 
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
-        self._roots, self._walk, self._first, self._moved = {}, Walk({}, {}), {}, {}
+        self._roots, self._walk, self._first, self._moved, self._variables = {}, Walk({}, {}), {}, {}, {}
         self.generators.let_go()
 
     def look(self, *, beyond: bool = False) -> None:
@@ -184,7 +206,7 @@ class Attributes:
             self.generators.look(self._walk, beyond=beyond)
             moved = self._moved_in(self._walk)
             if self._spoken and moved:
-                said = {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
+                said = self._said_by_optimizers()
                 moved = [name for name in moved if not self._is_spoken(name, said)]
             self._moved |= dict.fromkeys(moved)
             self._plan()
@@ -294,7 +316,7 @@ class Attributes:
     def _storable(self, value: Any, name: str, room: int) -> tuple[Any, int]:
         """What `_packed` gives; None, with a word about each once, for what cannot be stored or is too large."""
         if type(value) is Place and not value.path and value != GONE:
-            why = f"a checkpoint cannot store it ({value.kind:.80})"
+            why = f"a checkpoint cannot store it ({value.kind.partition(WHICH)[0]:.80})"
         else:
             try:
                 packed, nbytes = _packed(value, name)
@@ -330,6 +352,38 @@ class Attributes:
 
         return put_back
 
+    def constants(self) -> dict[str, str]:
+        """A digest of the tensors in each attribute of model and optimizers that has not moved: its constructor's."""
+        said = self._said_by_optimizers()
+        cells = self._walk.cells.items()
+        return _digests({
+            ".".join(name): cell.told for name, cell in cells
+            if name not in self._moved and not _is_of_the_loop(name[0]) and not self._is_spoken(name, said)
+        })  # fmt: skip
+
+    def made_otherwise(self, saved: Mapping[str, str], restored: SavedAttributes) -> list[str]:
+        """Reasons out of the `constants` of the saved run, where its constructors had made other tensors than these.
+
+        restored: what comes back as it was, whatever a constructor makes.
+        """
+        cells = self._new_walk().cells.items()
+        here = _digests(
+            {f"{path}.{key}": cell.told for (path, key), cell in cells if key not in restored.get(path, {})}
+        )
+        differing = sorted(name for name, digest in saved.items() if here.get(name, digest) != digest)
+        return [
+            f"{name} was never changed by the loop, and is not what it was in the saved run: make it of a fixed seed"
+            for name in differing
+            if not self.ledger.forgets(name)
+        ]
+
+    def put_where_it_is(self, saved: SavedAttributes) -> list[str]:
+        """Put back what functions' variables lead to, and name what they do not lead to by now."""
+        variables = {path: keys for path, keys in saved.items() if _is_variables(path)}
+        there = self._new_walk().objects if variables else {}
+        self.ledger.tell(*self.put({path: keys for path, keys in variables.items() if path in there}))
+        return sorted(f"{path}.{key}" for path, keys in variables.items() if path not in there for key in keys)
+
     def restore(self, saved: Saved) -> list[str]:
         """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage."""
         reasons = self.put(saved.values)
@@ -354,16 +408,29 @@ class Attributes:
 
     # ------------------------------------------------------------------ inside
 
+    def _said_by_optimizers(self) -> set[Any]:
+        return {mark for own in self._spoken.values() for mark in _leaf_marks(_said(own))}
+
     def _is_spoken(self, name: _Name, said: Container[Any]) -> bool:
         cell = self._walk.cells.get(name)
         return (
-            cell is not None
+            bool(said)
+            and cell is not None
             and name[0].startswith("optimizer")
             and all(mark in said for mark in _leaf_marks(cell.told))
         )
 
     def _new_walk(self) -> Walk:
-        return Walk(self._roots, self._saved(), self.ledger.forgets)
+        held = {}
+        for root, now in self._held().items() if self._variables else ():
+            then = self._variables.get(root, {})
+            same = {name: one for name, one in now.items() if then.get(name) == id(one)}
+            held[root] = SimpleNamespace(**same)
+        return Walk({**self._roots, **held}, self._saved(), self.ledger.forgets, self._apart)
+
+    def _held(self) -> dict[str, dict[str, Any]]:
+        """What variables hold, of the functions that run the loop."""
+        return variables(self._thread) if self._with_variables else {}
 
     def _marks(self, walk: Walk) -> dict[_Name, Any]:
         cells = walk.cells.items()
@@ -383,6 +450,7 @@ def of_job(
     ledger: Ledger,
     spoken: Mapping[str, OwnState],
     beyond: Mapping[str, Any],
+    apart: Iterable[Any] | None = None,
 ) -> Attributes:
     """Those of the model and of all optimizers."""
     roots: dict[str, Any] = {"model": view.model}
@@ -395,14 +463,24 @@ def of_job(
     def saved() -> dict[str, torch.Tensor]:
         every: dict[str, torch.Tensor] = {}
         every |= {f"parameter {name}": one for name, one in view.model.named_parameters(remove_duplicate=False)}
-        every |= {f"buffer {name}": one for name, one in view.model.named_buffers(remove_duplicate=False)}
+        buffers = view.model.named_buffers(remove_duplicate=False)
+        every |= {f"buffer {name}": one for name, one in buffers if not is_composite(one)}
         return every | {f"trained {number}": one for number, one in enumerate(view.trained)}
 
-    return Attributes(roots, saved, ledger, spoken, beyond)
+    return Attributes(roots, saved, ledger, spoken, beyond, apart)
 
 
 def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:
-    return {path: one for path, one in every.items() if (path.partition(".")[0] == LOADER) is of_loader}
+    return {path: one for path, one in every.items() if _is_of_the_loop(path) is of_loader}
+
+
+def _is_of_the_loop(path: str) -> bool:
+    """Whether it is known where the loop begins, and no earlier: what the loader has, and what variables hold."""
+    return path.partition(".")[0] == LOADER or _is_variables(path)
+
+
+def _is_variables(path: str) -> bool:
+    return VARIABLES in path
 
 
 def _is_inside(path: str, cell: str) -> bool:
@@ -440,6 +518,30 @@ def _mark(told: Any) -> Any:
     except UnstorableError as error:
         return error.reason
     return xxhash.xxh3_128_digest(json.dumps(packed).encode())
+
+
+def _digests(told: Mapping[str, Any]) -> dict[str, str]:
+    """Of the tensors and arrays in these values, of so many at most; those that cannot be read have none."""
+    found = {name: digest for name in sorted(told) if (digest := _digest(told[name]))}
+    return dict(islice(found.items(), CONSTANTS_MAX))
+
+
+def _digest(told: Any) -> str:
+    if type(told) is Place:
+        return told.kind if told.kind.startswith(LARGE_ARRAY) else ""
+    try:
+        _, tensors = take_apart(told, "x", "")
+    except UnstorableError:
+        return ""
+    views = [bytes_of(one.tensor) for one in tensors]
+    if not views or any(view is None for view in views):
+        return ""
+    hashed = xxhash.xxh3_64()
+    for view in views:
+        step = max(len(view) // EACH_BYTES_MAX, 1) * _WINDOW  # type: ignore[arg-type]
+        for at in range(0, len(view), step):  # type: ignore[arg-type]
+            hashed.update(view[at : at + _WINDOW])  # type: ignore[index]
+    return hashed.hexdigest()
 
 
 def _said(own: OwnState) -> Any:
@@ -531,6 +633,8 @@ class _Putting:
                 return home != "" and not _is_inside(home, here)
 
             own[key] = into(live, whole, self._there_already, is_foreign)
+            if own[key] is not live and _is_variables(path) and self._walk.is_root(path):
+                self.reasons.append(f"{here} is another object by now: a variable cannot be set from outside")
             self._walk.see(path, key)
 
     def _filled(self, live: Any, value: Any) -> Any:
@@ -587,5 +691,5 @@ class _Putting:
                 return found
         if place == self._walk.told(live, "", 0):
             return live
-        self._missing = f"a {place.kind}"
+        self._missing = f"a {place.kind.partition(WHICH)[0]}"
         return None

@@ -105,6 +105,12 @@ _PUBLIC_OF_LOADERS = frozenset(key for key in _OF_ANY_LOADER if not key.startswi
 
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 
+LARGE_ARRAY = "numpy.ndarray of "
+"""Begins the kind of one that is told by some of its elements."""
+
+WHICH = " #"
+"""In the kind of what cannot be stored, before what tells it from others of its kind in this process."""
+
 GONE = Place("", "gone")
 """There is no such attribute any more."""
 
@@ -116,6 +122,9 @@ CONTENT = "[]"
 
 NAMED_TUPLE = "named tuple"
 """Kind of the `Place` that stands before the items of one: its path is the class's."""
+
+VARIABLES = "() of "
+"""In the name of a root that is what a function's variables hold, between function and module."""
 
 _CHILD = "."
 """Begins what leads from a module to one in it; attributes do not."""
@@ -133,6 +142,7 @@ class Walk:
     """The cells reached from `roots`, by the holder's path and the attribute's name, in the order they are met.
 
     saved: name -> tensors that are saved by these. skip: paths of what is not looked at, as if it were not there.
+    apart: ids of what is saved in another way, and not looked at where variables lead to it.
     """
 
     _values = True
@@ -142,13 +152,16 @@ class Walk:
         roots: Mapping[str, Any],
         saved: Mapping[str, torch.Tensor],
         skip: Callable[[str], bool] = lambda path: False,
+        apart: Collection[int] = frozenset(),
     ) -> None:
         self._roots = dict(roots)
         self._skip = skip
+        self._apart = apart
         self._saved = {id(tensor): name for name, tensor in saved.items()}
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
+        self._gradients = _shared_by_gradients(saved.values())
         self._only: Mapping[str, Collection[str]] | None = None
         self._known: Collection[str] = ()
         self._begin()
@@ -224,6 +237,10 @@ class Walk:
         """This attribute of an object has another value now."""
         self._cell(path, key, self.objects[path])
 
+    def is_root(self, path: str) -> bool:
+        """Whether this is no attribute of anything."""
+        return path in self._roots
+
     def origin(self, path: str) -> tuple[str, str]:
         """The cell in which an object, a container or a generator was met."""
         return self._origin.get(path, ("", ""))
@@ -294,12 +311,15 @@ class Walk:
                 return value if value < _ADDRESSES_FROM else self._address(value)
             large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
             return Place("", f"{kind.__name__} of {len(value)} characters") if large else value
+        if id(value) in self._apart and VARIABLES in path:
+            return Place("", _kind(value))
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, path)
         if kind in _SEQUENCES or kind in _DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
         if issubclass(kind, GENERATORS):
-            if path and id(value) not in self._drawn and not _is_a_librarys(value):
+            new = path and id(value) not in self._drawn and not _is_a_librarys(value)
+            if new and VARIABLES not in path:  # else `Beyond` finds it, under the name that it had before the loop
                 self._drawn.add(id(value))
                 self.generators.setdefault(path, value)
                 self._origin.setdefault(path, self._at)
@@ -312,7 +332,7 @@ class Walk:
         if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
             return place
         if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
-            return Place("", f"numpy.ndarray of {value.shape} {_sampled(value)}")
+            return Place("", f"{LARGE_ARRAY}{value.shape} {_sampled(value)}")
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
@@ -338,7 +358,7 @@ class Walk:
     def _elsewhere(self, value: Any, path: str) -> Place | None:
         """What is told of a tensor or an array that lies in memory which was met before, or is saved by its name."""
         at = _memory_of(value)
-        if at in self._storages:
+        if at in self._storages or (at in self._gradients and VARIABLES in path):
             return Place("", "a view of a tensor that is saved")
         met = self._memory.setdefault(at, path) if at and path else path
         if met != path:
@@ -360,7 +380,10 @@ class Walk:
         if name is not None:
             return Place(name, "")
         if problem_of(tensor):
-            return Place("", _kind(tensor))
+            if parts_of(tensor) is not None:
+                return tensor
+            written = 0 if tensor.is_inference() else tensor._version
+            return Place("", f"{_kind(tensor)}{WHICH}{id(tensor)}.{written}")
         place = self._elsewhere(tensor, path)
         return tensor if place is None else place
 
@@ -411,6 +434,25 @@ class Walk:
         return kind in _ATOMS or issubclass(kind, np.generic) or (kind is tuple and all(map(self._is_key, key)))
 
 
+def variables(thread: int) -> dict[str, dict[str, Any]]:
+    """What the local variables of the user's functions hold that this thread runs, the outermost function first.
+
+    Objects, containers, tensors and arrays, which can be put back in place; what else a variable is set to cannot.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for frame in user_frames(thread):
+        held = {name: one for name, one in locals_of(frame).items() if name.isidentifier() and _is_held(one)}
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_qualname
+        found.setdefault(f"{function}{VARIABLES}{module}", held)
+    return found
+
+
+def _is_held(one: Any) -> bool:
+    kind = type(one)
+    kept = kind in _SEQUENCES or kind in _DICTS or kind is set or issubclass(kind, torch.Tensor | np.ndarray)
+    return (kept and kind is not tuple) or is_walked(one)
+
+
 class Beyond(Walk):
     """Random generators that `walk` has not come to: where the user's code has them.
 
@@ -426,13 +468,17 @@ class Beyond(Walk):
 
     def _go(self) -> None:
         walk = self._walk
-        self._paths, self._containers, self._drawn = {**walk._paths}, {**walk._containers}, {*walk._drawn}
+        # What variables lead to is met here anew, from where it would have been met before the loop began.
+        known = (walk._paths, walk._containers)
+        self._paths, self._containers = ({one: at for one, at in of.items() if VARIABLES not in at} for of in known)
+        self._drawn = {*walk._drawn}
         self._room += len(self._paths) + len(self._containers)
         self._names("", self._roots)
-        self._names("", dict(walk.code))
+        self._names("", {path: one for path, one in walk.code if VARIABLES not in path})
         if self._only is None:
-            for one in walk.objects.values():
-                self._of_class(type(one))
+            for path, one in walk.objects.items():
+                if VARIABLES not in path:
+                    self._of_class(type(one))
         for frame in user_frames():
             if self._only is None or called(frame) in self._only:
                 self._names(called(frame), locals_of(frame))
@@ -512,6 +558,13 @@ def _memory_of(value: Any) -> int:
     if not issubclass(kind, torch.Tensor) or problem_of(local := local_of(value)):
         return 0
     return local.untyped_storage().data_ptr() if local.nbytes else 0
+
+
+def _shared_by_gradients(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where memory begins of which gradients are a part: that of a flat buffer of all of them, say."""
+    gradients = [local_of(one.grad) for one in tensors if one.is_leaf and one.grad is not None]
+    plain = [(one.untyped_storage(), one.nbytes) for one in gradients if not problem_of(one)]
+    return {storage.data_ptr() for storage, nbytes in plain if storage.nbytes() > nbytes}
 
 
 def _paths_in(told: Any) -> Iterator[str]:

@@ -41,10 +41,10 @@ def named_modules(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, vars(module)
 
 
-def user_frames() -> list[types.FrameType]:
-    """The functions of the user's that are being run on this thread, the outermost first."""
+def user_frames(thread: int | None = None) -> list[types.FrameType]:
+    """The functions of the user's that are being run on a thread (this one), the outermost first."""
     found: list[types.FrameType] = []
-    frame: types.FrameType | None = sys._getframe(1)
+    frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code.co_name != "<module>" and is_of_the_user(frame.f_globals):
             found.append(frame)

@@ -40,6 +40,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     spec_of,
 )
 from lastwords.optim_wrapper.tensors.tensor_tree import Tree
+from lastwords.optim_wrapper.tensors.tree_objects import is_composite
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import (
@@ -87,6 +88,8 @@ class Names:
     """Buffer name -> (module, name in it), absent ones included."""
     refused: dict[str, UnstorableError] = field(default_factory=dict)
     """Parameters and buffers that have become what cannot be stored since the start; they are in none of the above."""
+    composite_buffers: tuple[str, ...] = ()
+    """Those that are in no unit, but values of the module's, see `attributes`: sparse ones, say."""
 
 
 class _Listed(NamedTuple):
@@ -243,6 +246,7 @@ class UnitView:
                 group_names.append(first[id(parameter)])
             groups.append(tuple(group_names))
         buffers: dict[str, torch.Tensor] = {}
+        composite: list[str] = []
         absent: list[str] = []
         volatile: list[str] = []
         owners: dict[str, tuple[torch.nn.Module, str]] = {}
@@ -253,6 +257,9 @@ class UnitView:
                     volatile.append(name)
                 if name in self.exclude_buffers:
                     continue
+                if buffer is not None and is_composite(buffer):
+                    composite.append(name)
+                    continue
                 owners[name] = (module, key)
                 if buffer is None:
                     absent.append(name)
@@ -262,7 +269,10 @@ class UnitView:
                     first[id(buffer)] = name
                     buffers[name] = buffer
         numbers, taken = tuple(range(len(groups))), tuple(groups)
-        return Names(parameters, buffers, aliases, tuple(absent), frozenset(volatile), taken, numbers, owners, refused)
+        return Names(
+            parameters, buffers, aliases, tuple(absent), frozenset(volatile), taken, numbers, owners, refused,
+            tuple(composite),
+        )  # fmt: skip
 
     def _may_be_stored(self, tensor: torch.Tensor, name: str, path: str, refused: dict[str, UnstorableError]) -> bool:
         """At the start UnstorableError if not; a step that ends later is not stopped by it."""
@@ -309,7 +319,7 @@ class UnitView:
         meta = replace(
             listed.meta,
             groups=group_trees,
-            reshaped_buffers=self._forms.changed(),
+            reshaped_buffers=sorted({*self._forms.changed(), *listed.names.composite_buffers}),
             left_out=[*listed.meta.left_out, *of_groups.left_out],
             reasons=[*listed.meta.reasons, *of_groups.reasons],
         )
@@ -492,4 +502,5 @@ def _restricted(every: Names, members: Members, rank_local: frozenset[str]) -> N
         group_numbers=tuple(number for number, _ in kept),
         owners={name: owner for name, owner in every.owners.items() if name in own_buffers},
         refused={name: error for name, error in every.refused.items() if name in own or name in own_buffers},
+        composite_buffers=every.composite_buffers,
     )

@@ -147,6 +147,8 @@ def _of_traceable(tensor: torch.Tensor) -> Parts | None:
         return None
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     about = [kind.__module__, kind.__qualname__, names, list(tensor.shape), list(tensor.stride())]
+    if not _is_named(kind):
+        return None
     return Parts(TRACEABLE, about, [*(getattr(tensor, name) for name in names), context])
 
 
@@ -156,6 +158,14 @@ def _traceable(about: Any, inside: Sequence[Any]) -> torch.Tensor:
     inner = dict(zip(names, tensors, strict=True))
     made: torch.Tensor = _class_of(about).__tensor_unflatten__(inner, context, torch.Size(size), tuple(stride))
     return made
+
+
+def _is_named(kind: type[Any]) -> bool:
+    """Whether its name leads to this class: not where a function has made it."""
+    try:
+        return _class_of([kind.__module__, kind.__qualname__]) is kind
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def _class_of(about: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from lastwords.checkpoint.storable import is_factory, pack, refuse_unstorable, unstorable
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, writing
-from lastwords.optim_wrapper.tensors.tree_objects import inner_names, is_object, made_of, parts_of
+from lastwords.optim_wrapper.tensors.tree_objects import Parts, inner_names, is_object, made_of, parts_of
 from lastwords.sharding.dtensor import local_of
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
@@ -95,7 +95,7 @@ def _advance_rare(before: Any, now: Any) -> tuple[Any, bool]:
         old = None if before is None else parts_of(before)
         alike = old is not None and (old.kind, old.about) == (parts.kind, parts.about)
         inside, moved = advance([*old.inside] if old is not None and alike else None, [*parts.inside])
-        return (before, False) if not moved else (made_of(parts.kind, parts.about, inside, "a tensor"), True)
+        return (before, False) if not moved else (_made(parts, inside), True)
     if is_object(now):
         if parts_of(now) is None:
             raise unstorable(now, "")
@@ -109,6 +109,13 @@ def _advance_rare(before: Any, now: Any) -> tuple[Any, bool]:
         refuse_unstorable(now, "")
         return now, before is None or _text(before) != _text(now)  # equal times may be of different zones
     return now, now != before
+
+
+def _made(parts: Parts, inside: Sequence[Any]) -> Any:
+    try:
+        return made_of(parts.kind, parts.about, inside, "a tensor")
+    except Exception as error:  # of a class of the user's: handed to whoever asks what can be stored
+        raise UnstorableError(f"a tensor cannot be copied: {error}", f"a {parts.kind} tensor") from error
 
 
 def _other_bits(before: Any, now: Any) -> bool:

@@ -35,13 +35,14 @@ class Options:
     what changes outside of updates. copy: "auto"
     copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything,
     beside the next step's computation, and does so always with LBFGS; "now" copies it within the step's end; False
-    copies nothing, and what has changed so is named. forget: see `TFTRegister`.
+    copies nothing, and what has changed so is named. forget, variables: see `TFTRegister`.
     """
 
     gate: GateMode = "auto"
     verify_every: int = 0
     copy: CopyMode = "auto"
     forget: tuple[str, ...] = ()
+    variables: bool = False
 
     def __post_init__(self) -> None:
         if self.gate not in ("auto", "existing"):
@@ -52,6 +53,8 @@ class Options:
             )
         if not isinstance(self.copy, bool) and self.copy not in ("auto", "now"):
             raise ConfigError(f"copy must be 'auto', True, 'now' or False, not {self.copy!r}")
+        if not isinstance(self.variables, bool):
+            raise ConfigError(f"variables must be True or False, not {self.variables!r}")
 
     @property
     def copies_all(self) -> bool:

@@ -34,6 +34,7 @@ class More(TypedDict, total=False):
     verify_every: int
     copy: CopyMode
     forget: Sequence[str]
+    variables: bool
 
 
 @tells_the_others

@@ -63,6 +63,8 @@ class TFTRegister:
     HSDP, parallelize_module) and ZeroRedundancyOptimizer need none. names: see `GlobalNames`, for stages and experts.
     forget: names of attributes that nothing reads again after a step, as reasons name them (`*`: any part of a name):
     they are neither saved nor a reason. Stored with each checkpoint, and shown by `lastwords inspect`.
+    variables: what objects, lists and dicts hold in local variables of the functions that run the loop is state as well
+    (see docs/exact-resume.md): as soon as it has changed, it is saved, and put back into the same objects.
     gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
     several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
@@ -91,6 +93,7 @@ class TFTRegister:
         verify_every: int = 0,
         copy: CopyMode = "auto",
         forget: Sequence[str] = (),
+        variables: bool = False,
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
@@ -99,14 +102,15 @@ class TFTRegister:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be the torch.nn.Module that the loop calls, not a {type(model).__name__}")
         self._optimizers = wrappers_of(optimizer)
-        self._options = Options(gate, verify_every, copy, forgotten_by(forget)).suited_to(self._optimizers)
+        own = Options(gate, verify_every, copy, forgotten_by(forget), variables)
+        self._options = own.suited_to(self._optimizers)
         if self._options.copies_all:
             self._config = self._config.with_copy()
         self._model = model
         self._declared = declared_units(units)
         copies = copy is not False
         self._recorder = StepRecorder(
-            model, self._optimizers, extras, local_extras, names, copies=copies, forget=forget
+            model, self._optimizers, extras, local_extras, names, copies=copies, forget=forget, variables=variables
         )
         watched = self._recorder.view.trained if self._enabled else None
         self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched, self._recorder.ledger)

@@ -58,6 +58,8 @@ class Run:
         """What its arithmetic depends on, which a resume compares with its own."""
         self.resumed: Resumed | None = None
         """What it was resumed from."""
+        self._missing: list[str] = []
+        """Of a resumed loop of one's own: what only the loop can have made."""
         self._unnamed_since: Resumed | None = None
         """What it was resumed from, until the loop has called a step something."""
         self.steps: Steps | None = None
@@ -93,6 +95,7 @@ class Run:
         self.resumed = self._unnamed_since = resumed
         self.recorder.named = resumed.last_named
         self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
+        self._missing = self.recorder.attributes.put_where_it_is(resumed.at_step.values)
         self.recorder.ledger.tell(*resumed.reasons)
 
     def begin(self, steps: Steps, loader: object, *, known_length: bool) -> None:
@@ -121,6 +124,9 @@ class Run:
             if self.resumed is not None and self.resumed.regions:
                 of_loader = self.resumed.at_step.of_the_loader.generators
                 self.recorder.ledger.tell(*own_loop.left_to_the_loop(of_loader))
+                self.recorder.ledger.tell(
+                    *(f"{name} is not what it was: there was no such object in resume()" for name in self._missing)
+                )
                 self.recorder.ledger.tell(*self.recorder.attributes.generators.left_over())
             self._open_loop(0, 0)
 

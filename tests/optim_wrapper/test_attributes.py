@@ -15,11 +15,14 @@ from torch import nn
 
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.checkpoint.storable import Place
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state import attributes, generators, object_walk
-from lastwords.optim_wrapper.state.attributes import Attributes, Saved, differing, saved_in
+from lastwords.optim_wrapper.state.attributes import Attributes, Saved, differing, of_job, saved_in
 from lastwords.optim_wrapper.state.object_walk import Walk
+from lastwords.optim_wrapper.state.state_view import UnitView
 from tests import golden
 from tests.ledgers import told
+from tests.traceable import Eighth
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +242,95 @@ def test_what_cannot_be_stored_is_told_once_and_where_it_is_something_else_on_a_
     again.pair = [Mode.COLD, 0]
     assert watched(again).put(saved(watch)) == []
     assert again.pair == [Mode.COLD, 1]
+
+
+def odd(net: Any) -> Any:
+    net.adjacency = torch.eye(2).to_sparse()
+    net.codes = Eighth(torch.ones(2, dtype=torch.int8), torch.tensor(0.5))
+    net.levels = quantized(1.0)
+    return net
+
+
+def test_sparse_tensors_and_those_made_of_others_are_state_and_no_tensor_moves_unseen() -> None:
+    net, again = odd(Net()), odd(Net())
+    watch = watched(net)
+    watch.look()
+    assert watch.document() == b""
+    net.adjacency._values().mul_(2)
+    net.codes.scale.mul_(4)
+    watch.look()
+    new = watched(again)
+    assert new.put(saved(watch)) == []
+    assert again.adjacency.to_dense().tolist() == [[2, 0], [0, 2]]
+    assert again.codes.whole().tolist() == [2, 2]
+    net.levels.copy_(torch.zeros(2))
+    watch.look()
+    assert saved(watch)["model"].keys() == {"adjacency", "codes"}
+    golden.says(told(watch))
+
+
+class Graph(nn.Module):
+    """A buffer whose bytes are not its elements."""
+
+    def __init__(self, kind: str = "sparse") -> None:
+        super().__init__()
+        self.register_buffer("plain", torch.ones(2))
+        made = torch.eye(2).to_sparse_csr() if kind == "sparse" else quantized(1.0)
+        self.register_buffer("adjacency", made)
+
+
+def quantized(value: float) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.full((2,), value), 0.1, 0, torch.quint8)
+
+
+def watched_graph(net: Any) -> Attributes:
+    view = UnitView(nn.Sequential(net, layer := nn.Linear(2, 2)), torch.optim.SGD(layer.parameters(), 0.1))
+    assert [*view.names().buffers] == ["0.plain"]
+    watch = of_job(view, [], Ledger(), {}, {})
+    watch.begin()
+    return watch
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized"])
+def test_a_buffer_whose_bytes_are_not_its_elements_is_a_value_of_its_module(kind: str) -> None:
+    net: Any = Graph(kind)
+    again: Any = Graph(kind)
+    watch, new = watched_graph(net), watched_graph(again)
+    watch.look()
+    assert watch.document() == b"", "its constructor makes it again"
+    if kind == "sparse":
+        net.adjacency.values().mul_(3)
+        watch.look()
+        assert new.put(saved(watch)) == []
+        assert again.adjacency.to_dense().tolist() == [[3, 0], [0, 3]]
+    else:
+        net.adjacency = quantized(2.0)
+        watch.look()
+        golden.says(new.put(saved(watch)))
+    assert again.plain is dict(again.named_buffers())["plain"]
+
+
+def test_tensors_that_the_loop_never_changes_are_compared_with_those_of_the_saved_run() -> None:
+    def made(anchor: float, large: float = 1.0) -> Any:
+        net: Any = Net()
+        net.anchor, net.large = [torch.full((2,), anchor)], torch.ones(1 << 20)
+        net.large[5] = large
+        net.numbers, net.made_at = np.arange(1 << 20), anchor  # no tensor: a process may well say another one
+        return net
+
+    net = made(1.0)
+    watch = watched(net)
+    constants = watch.constants()
+    assert {"model.anchor", "model.large", "model.numbers", "model.queue"} <= constants.keys()
+    assert "model.made_at" not in constants
+    assert watched(made(1.0)).made_otherwise(constants, {}) == []
+    golden.says(watched(made(2.0)).made_otherwise(constants, {}))
+    restored: Any = {"model": {"anchor": ()}}
+    assert watched(made(2.0)).made_otherwise(constants, restored) == []
+    assert len(watched(made(2.0, 3.0)).made_otherwise(constants, {})) == 2
+    net.anchor[0] += 1
+    watch.look()
+    assert "model.anchor" not in watch.constants(), "it is state now"
 
 
 def test_an_object_that_cannot_be_looked_at_costs_exactness_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

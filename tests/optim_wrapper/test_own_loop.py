@@ -114,7 +114,8 @@ class Loop:
         self.habits = LoopHabits(lambda: None)
         self.habits.names_go_back = went_back
         recorder: Any = SimpleNamespace(
-            named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger()
+            named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger(),
+            attributes=SimpleNamespace(put_where_it_is=lambda values: []),
         )  # fmt: skip
         run = Run(cast(Any, None), recorder, cast(Any, None), cast(Any, None))
         run.resume_after(Resumed(Path("/c"), "j", 4, 0, 0, LoopFacts(), {}, {}, last_named=last, moved=moved))

@@ -490,7 +490,7 @@ def test_tensors_without_plain_content_are_refused_with_their_name() -> None:
     with golden.raises(ConfigError):
         UnitView(lazy, torch.optim.SGD([lazy.weight], lr=0.1))
     sparse = nn.Linear(2, 2)
-    sparse.register_buffer("edges", torch.eye(3).to_sparse())
+    sparse.edges = nn.Parameter(torch.eye(3).to_sparse())
     with golden.raises(ConfigError):
         UnitView(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
     meta = nn.Linear(2, 2, device="meta")

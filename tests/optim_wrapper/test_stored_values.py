@@ -25,6 +25,7 @@ from lastwords.errors import FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.capture.witness import Witness, tensors_of
 from lastwords.optim_wrapper.resume.resume import _ExtraTensors
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.extra_moves import LeftOut
 from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart
@@ -324,6 +325,26 @@ def test_a_snapshot_of_such_a_tensor_shares_what_has_not_moved() -> None:
     assert moved.moved == {"x"}
     assert same(moved.states["x"], live)
     assert steady.states["x"]["mine"].scale == 2
+
+
+def test_one_that_cannot_be_made_again_is_left_out_and_ends_no_step() -> None:
+    class Local(Eighth):
+        pass
+
+    class Broken(Eighth):
+        @classmethod
+        def __tensor_unflatten__(cls, *_: Any) -> Any:
+            raise AssertionError("never")
+
+    globals()["Broken"] = Broken
+    Broken.__qualname__ = "Broken"
+    live: dict[str, Any] = {"mine": torch.ones(2)}
+    extras = Extras({"x": live})
+    snapshot = extras.first()
+    for kind in (Local, Broken):
+        live["mine"] = kind(torch.ones(2, dtype=torch.int8), torch.tensor(2.0))
+        snapshot = extras.ended(snapshot)
+        assert isinstance(snapshot.states["x"]["mine"], LeftOut)
 
 
 PAIRS: list[tuple[Any, Any]] = [

@@ -89,3 +89,20 @@ def test_a_file_that_its_owner_has_replaced_or_removed_is_let_go(tmp_path: Path)
     files.close()
     del newest, kept
     assert descriptors() == before
+
+
+def test_what_comes_again_after_that_ends_nothing(tmp_path: Path) -> None:
+    files, before = HeldFiles(lambda: tmp_path), descriptors()
+    made = [box(tmp_path / f"rank_{rank}.box", 1) for rank in (0, 1)]
+    files.follow()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    files.follow()
+    made.append(box(tmp_path / "rank_0.box", 2))  # with more room, say
+    files.follow()
+    assert said(files, tmp_path / "rank_0.box", 2) == 2
+    assert said(files, tmp_path / "rank_1.box", 1) == 1
+    files.close()
+    files.follow()
+    del made
+    assert descriptors() == before

@@ -123,7 +123,8 @@ def optimizer_state(label: str, optimizer: Any, names: dict[int, str]) -> dict[s
 
 def digest(tensor: torch.Tensor) -> str:
     """Of a copy: a tensor that numpy has seen can no longer be resized."""
-    return recording.digest(tensor.detach().clone())
+    plain = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return recording.digest(plain.clone())
 
 
 def said(value: Any) -> str:
@@ -138,11 +139,18 @@ def said(value: Any) -> str:
     return text if len(text) < 80 else text_digest(text)
 
 
+OF_THE_ZOO = ("values", "mean", "step", "epoch", "micro", "ends_step", "end_step")
+"""Attributes of a loop that no recipe reads in another step than the one in which they are set."""
+
+
 @contextlib.contextmanager
 def protected(plan: dict[str, Any], loop: Loop) -> Iterator[Any]:
     """The register, entered."""
     import lastwords
 
+    options = loop.options()
+    if options.get("variables"):
+        options["forget"] = [*options.get("forget", ()), *(f"*() of *.loop.{name}" for name in OF_THE_ZOO)]
     tft = lastwords.TFTRegister(
         0,
         "127.0.0.1",
@@ -152,7 +160,7 @@ def protected(plan: dict[str, Any], loop: Loop) -> Iterator[Any]:
         optimizer=loop.opts if len(loop.opts) > 1 else loop.opt,
         extras=loop.extras or None,
         local_extras=loop.local_extras or None,
-        **loop.options(),
+        **options,
     )
     with tft:
         yield tft

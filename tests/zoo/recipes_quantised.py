@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from tests.traceable import EighthMomentum
 from tests.zoo.loop import WIDTH, Loop, recipe
 
 
@@ -256,3 +257,43 @@ class DinoCentre(nn.Module):
 class Dino(Block):
     def block(self) -> nn.Module:
         return DinoCentre()
+
+
+@recipe("moments_8bit", "an optimizer whose moments are a tensor subclass of codes and scales", "fwd bwd win end")
+class Moments8bit(Loop):
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [EighthMomentum(self.bare.parameters(), lr=0.01)]
+
+
+class Graph(nn.Module):
+    """Features go along the edges of a graph that never changes."""
+
+    adjacency: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        edges = torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)) > 0.5
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.register_buffer("adjacency", edges.float().to_sparse_csr())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.adjacency @ x.t()).t() / WIDTH
+
+
+@recipe("sparse_buffer", "a graph's adjacency is a sparse buffer, which cannot be stored as it lies", "fwd bwd win")
+class SparseBuffer(Block):
+    def block(self) -> nn.Module:
+        return Graph()
+
+    def ddp(self) -> dict[str, Any]:
+        return super().ddp() | {"broadcast_buffers": False, "init_sync": False}
+
+
+@recipe("sparse_buffer_moves", "the same; its edges' weights fade from step to step", "fwd bwd win")
+class SparseBufferMoves(SparseBuffer):
+    def loss(self, x: Any, y: Any) -> Any:
+        for module in self.bare.modules():
+            if isinstance(module, Graph):
+                module.adjacency.values().mul_(0.99)
+        return super().loss(x, y)

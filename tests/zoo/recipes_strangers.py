@@ -753,3 +753,43 @@ class BackToBest(Evaluated):
             self.best_loss, self.best = loss, copy.deepcopy(self.bare.state_dict())
         elif loss > 1.03 * self.best_loss:
             self.bare.load_state_dict(self.best)
+
+
+# ------------------------------------------------------------------ the same, with `variables=True`
+
+
+class Kept:
+    """What the loop itself keeps is state."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "variables": True}  # type: ignore[misc]
+
+
+@recipe("loss_average_kept", "the same as `loss_average`, with variables=True", "fwd@6 bwd win@3", mixes=False)
+class LossAverageKept(Kept, LossAverage):
+    """See there."""
+
+
+@recipe("slow_weights_kept", "the same as `slow_weights`, with variables=True", "fwd@6 win@5 end@3", mixes=False)
+class SlowWeightsKept(Kept, SlowWeights):
+    """See there."""
+
+
+@recipe("target_net_kept", "the same as `target_net`, with variables=True", "fwd@5 win@7 bwd", mixes=False)
+class TargetNetKept(Kept, TargetNet):
+    """See there."""
+
+
+@recipe("hard_replay_kept", "the same as `hard_replay`, with variables=True", "fwd@6 win@4 end", mixes=False)
+class HardReplayKept(Kept, HardReplay):
+    """See there."""
+
+
+@recipe("loss_scale_kept", "the same as `loss_scale`, with variables=True", "fwd@6 win@7 end@5", mixes=False)
+class HandScalerKept(Kept, HandScaler):
+    """See there."""
+
+
+@recipe("bandit_kept", "the same as `bandit`, with variables=True", "fwd@6 win@5 end@7", mixes=False)
+class BanditAugmentsKept(Kept, BanditAugments):
+    """See there."""

@@ -45,6 +45,8 @@ SILENT = [
     more("lists in the state", "list_reordered", "fwd"),
     ("attributes", "warm_up_calls", "fwd"),
     more("attributes", "sampler_passes", "end"),
+    ("variables", "loss_average_kept", "fwd"),
+    more("variables", "hard_replay_kept", "fwd"),
 ]
 
 

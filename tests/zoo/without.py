@@ -140,6 +140,11 @@ def attributes_lost() -> None:
     kind.look, kind.unseen = nothing, nothing
 
 
+def variables_unseen() -> None:
+    """Nobody looks at what hangs on variables of the functions that run the loop."""
+    importlib.import_module("lastwords.optim_wrapper.state.attributes").variables = lambda thread: {}
+
+
 def state_out_unseen() -> None:
     """Nobody asks what is missing in the optimizer's state."""
     watch = importlib.import_module("lastwords.optim_wrapper.capture.state_watch")
@@ -186,6 +191,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "lists in the state": lists_unseen,
     "habits": habits_forgotten,
     "attributes": attributes_lost,
+    "variables": variables_unseen,
 }
 
 
