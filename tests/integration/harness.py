@@ -136,6 +136,10 @@ class Job:
         """Send a signal to a rank that this job started (not under torchrun), or to its whole process group."""
         self._send({"do": "signal", "rank": rank, "signal": signal_number, "group": group})
 
+    def kill_all(self) -> None:
+        """End all ranks with SIGKILL, one right after the other: nobody has the time to save the others' last words."""
+        self._send({"do": "kill_all"})
+
     def processes(self, timeout_s: float = 10) -> list[str]:
         """Every living process of the job, controllers and adopted orphans included."""
         found = self._ask({"do": "list"}, "list", timeout_s)["processes"]

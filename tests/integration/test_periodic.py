@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +53,7 @@ def hold(step: int) -> tuple[Fault, ...]:
 
 def kill_all(launch: Launch) -> None:
     """Everything at once, so that nobody is left to write last words."""
-    for rank in range(launch.layout.world_size):
-        launch.job.signal(rank, signal.SIGKILL)
+    launch.job.kill_all()
     launch.finish()
     assert set(launch.codes.values()) == {KILLED}
 

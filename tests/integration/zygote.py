@@ -295,6 +295,10 @@ class JobParent:
                 pid = self.pids[command["rank"]]
                 with contextlib.suppress(ProcessLookupError):
                     (os.killpg if command["group"] else os.kill)(pid, command["signal"])
+        elif command["do"] == "kill_all":
+            for rank in self.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], signal.SIGKILL)
         elif command["do"] == "list":
             found = [{"pid": pid, "command": command_line(pid)} for pid in self.processes()]
             send(self.sock, {"event": "list", "processes": found})
