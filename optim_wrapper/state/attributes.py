@@ -380,7 +380,9 @@ class Attributes:
     def put_where_it_is(self, saved: SavedAttributes) -> list[str]:
         """Put back what functions' variables lead to, and name what they do not lead to by now."""
         variables = {path: keys for path, keys in saved.items() if _is_variables(path)}
-        there = self._new_walk().objects if variables else {}
+        if not variables:
+            return []
+        there = self._new_walk().objects
         self.ledger.tell(*self.put({path: keys for path, keys in variables.items() if path in there}))
         return sorted(f"{path}.{key}" for path, keys in variables.items() if path not in there for key in keys)
 

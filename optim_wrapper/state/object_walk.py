@@ -161,7 +161,8 @@ class Walk:
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
-        self._gradients = _shared_by_gradients(saved.values())
+        of_variables = any(VARIABLES in name for name in roots)
+        self._gradients = _shared_by_gradients(saved.values()) if of_variables else set()
         self._only: Mapping[str, Collection[str]] | None = None
         self._known: Collection[str] = ()
         self._begin()
