@@ -31,9 +31,9 @@ from lastwords import descriptors, threads
 from lastwords.controller import handover, takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Remember
-from lastwords.controller.server import ControllerShell
+from lastwords.controller.server import ControllerShell, listen
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
-from lastwords.controller.state_file import StateFile
+from lastwords.controller.state_file import Owner, StateFile
 from lastwords.errors import BusyError, ConfigError, LastWordsError
 from lastwords.liveness import paths, process_id
 from lastwords.transport import call_metadata, host_port
@@ -90,7 +90,7 @@ def _await_work() -> list[str]:
     return [work["spec"], str(ready_fd)]
 
 
-def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, StateFile, Remember | None]:
+def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, Owner, Remember | None]:
     """What this process serves, in the place of another one if `argument` is the state file of that."""
     if argument.startswith("/"):
         kept = takeover.follow(Path(argument), by_hand=by_hand)
@@ -100,13 +100,14 @@ def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, st
         spec, before, owner = ControllerSpec.from_json(argument), None, takeover.this_owner()
         takeover.hold(paths.make_job_dir(spec.job, spec.generation, spec.nonce))
     call_metadata(token)
-    path = paths.state_path(spec.job, spec.generation, spec.nonce)
-    return spec, token, StateFile(path, owner, spec, token), before
+    return spec, token, owner, before
 
 
 async def _serve(
-    spec: ControllerSpec, token: str, state_file: StateFile, before: Remember | None, ready: Callable[[], None]
+    spec: ControllerSpec, token: str, owner: Owner, before: Remember | None, ready: Callable[[int], None]
 ) -> None:
+    server, spec = listen(spec)
+    state_file = StateFile(paths.state_path(spec.job, spec.generation, spec.nonce), owner, spec, token)
     record = handover.RunRecord(
         address=host_port(spec.ip, spec.port),
         pid=os.getpid(),
@@ -119,7 +120,8 @@ async def _serve(
     run_file = handover.RunFile(handover.run_file_path(spec.ip, spec.port), record)
     options = dataclasses.replace(spec.options, has_fallback_target=spec.fallback_root is not None)
     core = ControllerCore(spec.world_size, spec.generation, options, before)
-    await ControllerShell(spec, token, core, run_file=run_file, state_file=state_file, before=before).run(ready)
+    shell = ControllerShell(server, spec, token, core, run_file=run_file, state_file=state_file, before=before)
+    await shell.run(lambda: ready(spec.port))
 
 
 MEANT_FOR_RANKS = (
@@ -157,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # only allowed to some users; it needs little, but that at once
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         gc.freeze()
-        asyncio.run(_serve(*work, lambda: _tell(ready_fd, {"ready": True})))
+        asyncio.run(_serve(*work, lambda port: _tell(ready_fd, {"port": port})))
         code = 0
     except ConfigError as error:
         _log.error("%s", error)

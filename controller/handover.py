@@ -202,15 +202,6 @@ def port_is_free(ip: str, port: int) -> bool:
     return True
 
 
-def free_port(ip: str) -> int:
-    """A port of `ip` on which nothing listens now. ConfigError if `ip` is no address of this host; UnavailableError."""
-    port_is_free(ip, 0)
-    family, address = resolve(ip, 0)
-    with _socket(family, ip) as probe:
-        probe.bind(address)
-        return int(probe.getsockname()[1])
-
-
 def _socket(family: socket.AddressFamily, ip: str) -> socket.socket:
     try:
         return socket.socket(family, socket.SOCK_STREAM)
@@ -247,7 +238,7 @@ def await_address(
     live_grace_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once a controller may listen on this address; ends an idle controller that is still there.
+    """Return once a controller may listen on this address; ends an idle controller that is still there. Port 0 is free.
 
     Raises ConfigError if the address is impossible, is held by something else, or by a controller whose ranks are
     alive; UnavailableError if the controller there does not move for `stall_s`.

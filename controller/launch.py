@@ -6,7 +6,6 @@ trainer's, and a log file for its output. Nothing here imports torch or gRPC.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import select
@@ -26,7 +25,7 @@ from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError
 from lastwords.liveness.endings import ending_text
 
-__all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_on_free_port", "start_successor"]
+__all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_successor"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +36,6 @@ ENDING_S = 1.0
 """From the end of a process's pipe until its exit status is there; microseconds, where it has ended."""
 
 LOG_LINES_SHOWN = 15
-
-PORTS_TRIED = 5
-"""Between finding a free port and listening on it, some other process may take it."""
 
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, since a Popen that is collected while its process runs complains."""
@@ -66,6 +62,7 @@ class ControllerHandle:
     """A controller that was started by this process and serves."""
 
     pid: int
+    port: int
     log_path: Path
     _process: subprocess.Popen[bytes] | None = field(repr=False)
 
@@ -80,7 +77,7 @@ class ControllerHandle:
 
 
 def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float = READY_TIMEOUT_S) -> ControllerHandle:
-    """Start the controller of a job; returns once it listens, and every rank may connect.
+    """Start the controller of a job; returns once it listens, and every rank may connect. Port 0: any free one.
 
     Waits for a controller of the incident before, on the same address (see `handover`) or in the same directory
     (`predecessors`). Raises ConfigError (address impossible or in use, bad argument), StorageError (no log file),
@@ -142,7 +139,7 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
         os.close(ready)
     if not answer:
         answer = ending(process)
-    if answer.get("ready") is True:
+    if "port" in answer:
         _started[:] = [other for other in _started if other.poll() is None] + [process]
     else:
         process.kill()
@@ -157,10 +154,11 @@ def _serving(
     process: subprocess.Popen[bytes] | None,
     ready_timeout_s: float,
 ) -> ControllerHandle:
-    if answer.get("ready") is not True:
+    port = answer.get("port")
+    if not isinstance(port, int):
         raise _failure(answer, spec.log_path, ready_timeout_s)
     _log.info("controller of job %s is process %d, its log is %s", spec.job, pid, spec.log_path)
-    return ControllerHandle(pid, spec.log_path, process)
+    return ControllerHandle(pid, port, spec.log_path, process)
 
 
 def ending(process: subprocess.Popen[bytes]) -> dict[str, object]:
@@ -169,19 +167,6 @@ def ending(process: subprocess.Popen[bytes]) -> dict[str, object]:
         return {"ended": ending_text(process.wait(ENDING_S))}
     except subprocess.TimeoutExpired:
         return {}
-
-
-def start_on_free_port(spec: ControllerSpec, token: str) -> int:
-    """As `start_controller`, on any free port of `spec.ip` (`spec.port` is not looked at); returns that port."""
-    for left in reversed(range(PORTS_TRIED)):
-        port = handover.free_port(spec.ip)
-        try:
-            start_controller(dataclasses.replace(spec, port=port), token)
-            return port
-        except ConfigError:
-            if not left or handover.port_is_free(spec.ip, port):  # the port is not what is wrong
-                raise
-    raise AssertionError
 
 
 def _environment(token: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ storage threads, and the log's queue (set up in `__main__`).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -49,11 +50,32 @@ STORAGE_GRACE_S = 30.0
 _MAY_END_WHEN_EMPTY = (State.REGISTERING, State.EXITING, State.RELEASING, State.REFUSING)
 
 
+def listen(spec: ControllerSpec) -> tuple[grpc.aio.Server, ControllerSpec]:
+    """A server that holds `spec`'s address from now on, and `spec` with the port that it got. Of a loop's thread.
+
+    Raises UnavailableError if the address cannot be bound.
+    """
+    keepalive = Keepalive(spec.options.keepalive_time_s, spec.options.keepalive_timeout_s)
+    server = grpc.aio.server(options=server_options(keepalive, connections_max(spec.world_size)))
+    address = host_port(spec.ip, spec.port)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise UnavailableError(f"cannot listen on {address}: {error}") from error
+    if port != (spec.port or port):
+        raise UnavailableError(f"cannot listen on {address}")
+    return server, dataclasses.replace(spec, port=port)
+
+
 class ControllerShell:
-    """Serves one job until its core stops. Build it and `run` it in one loop; `run` may be called once."""
+    """Serves one job until its core stops. Build it and `run` it in one loop; `run` may be called once.
+
+    `server` and `spec` are what `listen` gives.
+    """
 
     def __init__(
         self,
+        server: grpc.aio.Server,
         spec: ControllerSpec,
         token: str,
         core: Core,
@@ -62,6 +84,7 @@ class ControllerShell:
         state_file: StateFile | None = None,
         before: events.Remember | None = None,
     ) -> None:
+        self._server = server
         self._spec = spec
         self._core = core
         self._run_file = run_file
@@ -95,29 +118,13 @@ class ControllerShell:
     # ------------------------------------------------------------------ life
 
     async def run(self, on_ready: Callable[[], None]) -> str:
-        """Serve until the core stops; returns its reason. `on_ready` is called once the port is open.
-
-        Raises UnavailableError if the address cannot be bound.
-        """
+        """Serve until the core stops; returns its reason. `on_ready` is called once ranks may connect."""
         with threads.starting("lastwords-clean-up"):
             await self._loop.run_in_executor(None, int)  # its thread, which waits for the end from now on
         self._neighbours.start()
         self._storage.start()
-        server = grpc.aio.server(
-            options=server_options(
-                Keepalive(self._spec.options.keepalive_time_s, self._spec.options.keepalive_timeout_s),
-                connections_max(self._spec.world_size),
-            )
-        )
-        self._service.register(server)
-        address = host_port(self._spec.ip, self._spec.port)
-        try:
-            bound = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise UnavailableError(f"cannot listen on {address}: {error}") from error
-        if bound != self._spec.port:
-            raise UnavailableError(f"cannot listen on {address}")
-        await server.start()
+        self._service.register(self._server)
+        await self._server.start()
         self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         _log.info(
             "controller of job %s, generation %d (process %d) serves %d ranks on %s",
@@ -125,7 +132,7 @@ class ControllerShell:
             self._spec.generation,
             os.getpid(),
             self._spec.world_size,
-            address,
+            host_port(self._spec.ip, self._spec.port),
         )
         self._feed((events.Tick(),))
         self._follow()
@@ -141,7 +148,7 @@ class ControllerShell:
             if self._timer is not None:
                 self._timer.cancel()
             await self._service.end_all(STOP_GRACE_S)
-            await server.stop(STOP_GRACE_S)
+            await self._server.stop(STOP_GRACE_S)
             await self._loop.run_in_executor(None, self._clean_up)
             beating.cancel()
         return self._stop_reason or ""

@@ -51,8 +51,8 @@ class ControllerSpec:
         paths.check_nonce(self.nonce)
         if self.ip in ("", "0.0.0.0", "::", "*"):
             raise ConfigError(f"ctrl_ip={self.ip!r} must be the address of this host that all ranks reach")
-        if not 1 <= self.port <= 65535:
-            raise ConfigError(f"ctrl_port={self.port} must be 1 to 65535")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"ctrl_port={self.port} must be 1 to 65535, or 0 for any free one")
         if self.world_size < 1 or self.generation < 0:
             raise ConfigError(f"world size {self.world_size} or generation {self.generation} is impossible")
         for path in (self.root, self.fallback_root):

@@ -180,9 +180,6 @@ def start_controller(world: World, config: Config, agreement: Agreement) -> int:
         own_only=bool(config.job) or agreement.restarted,
     )
     try:
-        if not config.ctrl_port:
-            return controller_launch.start_on_free_port(spec, agreement.token)
-        controller_launch.start_controller(spec, token=agreement.token)
-        return config.ctrl_port
+        return controller_launch.start_controller(spec, token=agreement.token).port
     except OSError as error:
         raise UnavailableError(f"the controller's process could not be started: {error}") from error

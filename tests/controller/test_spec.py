@@ -37,7 +37,7 @@ def test_a_spec_survives_the_command_line(spec: ControllerSpec) -> None:
         {"ip": "0.0.0.0"},
         {"ip": "::"},
         {"ip": ""},
-        {"port": 0},
+        {"port": -1},
         {"port": 65536},
         {"job": "../escape"},
         {"nonce": "../escape"},
@@ -65,7 +65,7 @@ def test_a_spec_is_refused_with_the_name_of_what_is_wrong(changes: dict[str, Any
         (SPEC.to_json().replace("30051", '"many"'), "port"),
         (SPEC.to_json().replace('"settle_timeout_s":15.0', '"settle_timeout_s":"soon"'), "settle_timeout_s"),
         (SPEC.to_json().replace('"/ckpt"', "3"), "root"),
-        (SPEC.to_json().replace("30051", "0"), "ctrl_port"),
+        (SPEC.to_json().replace("30051", "-1"), "ctrl_port"),
     ],
 )
 def test_settings_that_are_wrong_are_named(text: str, named: str) -> None:

@@ -123,7 +123,10 @@ def watch_gate(faults: Faults) -> None:
 def _no_controller(_: str) -> None:
     from lastwords.controller import launch
 
-    launch.start_controller = lambda *_args, **_more: None  # type: ignore[assignment,misc,return-value]
+    def start(spec: launch.ControllerSpec, **_more: object) -> launch.ControllerHandle:
+        return launch.ControllerHandle(0, spec.port, spec.log_path, None)
+
+    launch.start_controller = start  # type: ignore[assignment]
 
 
 def _no_bucket_replay(_: str) -> None:

@@ -25,12 +25,12 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
-from lastwords.controller import events, handover
+from lastwords.controller import events, handover, state_file
 from lastwords.controller.__main__ import MEANT_FOR_RANKS
 from lastwords.controller.events import State
 from lastwords.controller.launch import ControllerHandle, start_controller
 from lastwords.controller.query import query_state
-from lastwords.controller.server import ControllerShell
+from lastwords.controller.server import ControllerShell, listen
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
@@ -748,7 +748,7 @@ def test_a_core_that_fails_at_a_report_goes_on_with_the_next(tmp_path: Path, cap
     talker = threading.Thread(target=talk)
 
     async def serve() -> str:
-        return await ControllerShell(spec, TOKEN, core).run(talker.start)
+        return await ControllerShell(*listen(spec), TOKEN, core).run(talker.start)
 
     handler_before = signal.getsignal(signal.SIGTERM)
     try:
@@ -809,6 +809,16 @@ def test_a_controller_with_living_ranks_is_not_pushed_aside(job: Job, monkeypatc
     for puppet in puppets:
         puppet.step()
     assert first.wait(0.0) is None
+
+
+def test_port_0_is_any_free_one_which_all_that_is_written_names(job: Job) -> None:
+    port = job.start(port=0).port
+    record = handover.read_run_file(handover.run_file_path(HOST, port))
+    assert record is not None
+    assert record.address == host_port(HOST, port)
+    assert state_file.read(paths.state_path(job.spec.job, job.spec.generation)).spec.port == port
+    job.spec = dataclasses.replace(job.spec, port=port)
+    job.train(steps=1)
 
 
 def test_a_controller_that_was_killed_leaves_nothing_that_stops_the_next(job: Job) -> None:

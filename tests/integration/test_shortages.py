@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from lastwords.liveness import paths
+from tests.integration.harness import free_port
 
 BEGIN = """
 import os, resource, signal, subprocess, sys, threading
 from pathlib import Path
+from lastwords.controller import handover
 from lastwords.controller.events import Remember
-from lastwords.controller.handover import free_port
 from lastwords.controller.launch import start_successor
 from lastwords.controller.memory import Memory
 from lastwords.controller.spec import ControllerSpec
@@ -43,7 +44,7 @@ path = paths.state_path(job, 1)
 path.parent.mkdir(mode=0o700)
 killed = subprocess.Popen(["sleep", "60"])
 owner = Owner(killed.pid, process_id.start_ticks(killed.pid))
-spec = ControllerSpec("127.0.0.1", free_port("127.0.0.1"), job, 1, 2, root)
+spec = ControllerSpec("127.0.0.1", int(sys.argv[4]), job, 1, 2, root)
 StateFile(path, owner, spec, "t0ken").write(Remember((), Memory()))
 """
 
@@ -86,7 +87,7 @@ assert os.listdir("/proc/self/fd") == before, "something is left open"
 """
 
 SERVE = """
-import socket, threading
+import threading
 from lastwords import threads
 from lastwords.controller import __main__ as controller
 threads._PAUSES_S = (0.1,)
@@ -94,8 +95,7 @@ start = threading.Thread.start
 
 def refuse(self):
     if self.name.startswith(("lastwords-host-watch", "lastwords-lines")[free]):
-        with socket.socket() as other:  # nothing of it is to be seen yet
-            assert other.connect_ex((spec.ip, spec.port)) != 0, "it listens"
+        assert not handover.run_file_path(spec.ip, spec.port).exists(), "it says that it serves"
         raise RuntimeError("can't start new thread")
     start(self)
 
@@ -112,7 +112,7 @@ os._exit(0)
 def run(script: str, tmp_path: Path, free: int) -> None:
     """In a process of its own, whose descriptors may be taken away."""
     job = f"shortages-{secrets.token_hex(4)}"
-    command = [sys.executable, "-c", BEGIN + script, str(tmp_path), job, str(free)]
+    command = [sys.executable, "-c", BEGIN + script, str(tmp_path), job, str(free), str(free_port())]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lastwords
 from lastwords.checkpoint import stale
-from lastwords.controller import handover, launch
-from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import ConfigError, NotAnOptimizerError, UnavailableError
+from lastwords.errors import ConfigError, NotAnOptimizerError
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.trainer.protect import More, controller_address
 from tests import golden
@@ -98,42 +95,6 @@ def test_an_address_in_brackets_is_taken_as_it_is_meant() -> None:
 def test_an_unknown_argument_is_said_to_be_of_protect(tmp_path: Path) -> None:
     with golden.raises(TypeError):
         made(tmp_path, ctrl_port=30051)
-
-
-def spec(tmp_path: Path) -> ControllerSpec:
-    return ControllerSpec("127.0.0.1", 0, "digits", 1, 1, tmp_path)
-
-
-def test_a_port_that_was_taken_meanwhile_is_not_the_last_one_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = iter([taken.getsockname()[1], handover.free_port("127.0.0.1")])
-        monkeypatch.setattr(handover, "free_port", lambda ip: next(ports))
-        tried = []
-
-        def start(given: ControllerSpec, token: str) -> None:
-            tried.append(given.port)
-            if not handover.port_is_free(given.ip, given.port):
-                raise ConfigError("in use")
-
-        monkeypatch.setattr(launch, "start_controller", start)
-        assert launch.start_on_free_port(spec(tmp_path), "token") == tried[1] != tried[0]
-
-
-def test_what_is_wrong_otherwise_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def start(given: ControllerSpec, token: str) -> None:
-        calls.append(given.port)
-        raise ConfigError("no such job name") if len(calls) == 1 else UnavailableError("it ended at once")
-
-    monkeypatch.setattr(launch, "start_controller", start)
-    with golden.raises(ConfigError):
-        launch.start_on_free_port(spec(tmp_path), "token")
-    with pytest.raises(UnavailableError):
-        launch.start_on_free_port(spec(tmp_path), "token")
-    assert len(calls) == 2
 
 
 def test_a_plain_optimizer_that_is_stepped_by_itself_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lastwords.controller.launch import ControllerHandle
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError
 from lastwords.liveness import leftovers, paths
@@ -136,7 +137,12 @@ def test_two_jobs_of_one_name_on_one_host_never_share_a_black_box(
     """Each draws generation 1, in a directory of its own. Who ends first takes only its own files away."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     started: list[ControllerSpec] = []
-    monkeypatch.setattr(startup.controller_launch, "start_controller", lambda spec, token: started.append(spec))
+
+    def start(spec: ControllerSpec, token: str) -> ControllerHandle:
+        started.append(spec)
+        return ControllerHandle(0, spec.port, spec.log_path, None)
+
+    monkeypatch.setattr(startup.controller_launch, "start_controller", start)
     boxes = []
     for number in (0, 1):
         environ = {"LASTWORDS_JOB": f"test-one-name-{os.getpid()}"}

@@ -394,7 +394,8 @@ class Stack:
         self.scheduler.leave()
 
     async def _shell(self, core: ControllerCore, state_file: Any, before: Remember | None) -> str:
-        shell = controller_server.ControllerShell(self._spec, "token", core, state_file=state_file, before=before)
+        listening = controller_server.listen(self._spec)
+        shell = controller_server.ControllerShell(*listening, "token", core, state_file=state_file, before=before)
         self.watch = shell._neighbours  # type: ignore[assignment]
         return await shell.run(lambda: None)
 
