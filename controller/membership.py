@@ -119,7 +119,6 @@ class Membership:
         self.dead: set[int] = set()
         self._not_left: set[int] = set()
         self._left_early: set[int] = set()
-        self._broke_off = False  # one of them, before a last step that is known
         self._loop_waiting: set[int] = set()
         self._units: tuple[str, ...] | None = None
 
@@ -259,6 +258,11 @@ class Membership:
         return 0 if self.loop is None else self.loop.start_step
 
     @property
+    def _last_step(self) -> int:
+        """Of the loop that all ranks have agreed upon; 0 if that is not known."""
+        return 0 if self.loop is None else self.loop.last_step
+
+    @property
     def anyone_waits(self) -> bool:
         """True if some rank has announced a loop that has not begun."""
         return bool(self._loop_waiting)
@@ -292,10 +296,8 @@ class Membership:
         member.left = report.stand
         member.stand = report.stand
         self._not_left.discard(report.rank)
-        last_step = member.loop_agreed.last_step if member.loop_agreed is not None else 0
-        if not last_step or report.stand.ended_step < last_step:
+        if not self._last_step or report.stand.ended_step < self._last_step:
             self._left_early.add(report.rank)
-            self._broke_off = self._broke_off or last_step > 0
         return not known
 
     @property
@@ -330,7 +332,7 @@ class Membership:
         here = Stand(Phase.COMPUTING, steps.pop())
         if any(self.members[rank].streamed != here for rank in self._not_left):
             return False
-        return len(self._not_left) == 1 or not self._broke_off
+        return len(self._not_left) == 1 or here.ended_step >= self._last_step
 
     @property
     def stuck(self) -> bool:

@@ -281,9 +281,8 @@ class Saving:
             return
         bad = {rank for rank, _ in problems} & writers or writers
         text = first_texts(f"part of rank {rank}: {text}" if rank in writers else text for rank, text in problems)
-        for rank in sorted(bad):
-            self.refuse(rank, text or "the verification failed")
         for rank in bad:
+            self.refuse(rank, text or "the verification failed")
             self.finished.pop((rank, self.target, self.step), None)
         for rank, why in problems:
             word = (rank, self.target, why)

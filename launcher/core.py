@@ -180,7 +180,7 @@ class LauncherCore:
             self._ranks.others_leave(now_s)
         elif not has_left and self._ranks.are_any(Place.IN_MAIN):
             effects += self._recall(now_s)
-        elif self.entry == 0 and self._ranks.known == 1:  # the first one, for all others
+        elif self._ranks.known == 1:  # the first one, for all others
             for _, other in self._ranks.at(Place.STARTING):
                 if other.told_s is None:
                     self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)

@@ -574,13 +574,14 @@ def test_the_same_step_of_another_job_is_kept_aside(tmp_path: Path) -> None:
         assert content_of(found) == content_written(job, 37)
 
 
-def test_an_unreadable_directory_under_the_final_name_is_kept_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["notes.txt", layout.MANIFEST_NAME])
+def test_an_unreadable_directory_under_the_final_name_is_kept_aside(tmp_path: Path, name: str) -> None:
     final = layout.checkpoint_dir(tmp_path, 37)
     final.mkdir()
-    (final / "notes.txt").write_text("mine")
+    (final / name).write_text("mine")
     path = JOB.save(tmp_path, 37)
     assert content_of(path) == content_written(JOB, 37)
-    assert (tmp_path / f"{final.name}-replaced-1/notes.txt").read_text() == "mine"
+    assert (tmp_path / f"{final.name}-replaced-1" / name).read_text() == "mine"
 
 
 def test_a_file_under_the_final_name_is_kept_aside(tmp_path: Path) -> None:

@@ -207,6 +207,18 @@ def test_other_jobs_keep_theirs(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [33, 41, 42, 43]
     prune([tmp_path], "nobody", Rules(1))
     assert steps_in(tmp_path) == [33, 41, 42, 43]
+    shutil.rmtree(layout.checkpoint_dir(tmp_path, 42) / "rank_1")
+    assert plan([tmp_path], "job", Rules(1)).others == (), "nor is told what is wrong with them"
+
+
+def test_whose_it_is_counts_also_where_that_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, range(31, 33))
+    filled(tmp_path, range(41, 43), PERIODIC.again(name="other"))
+    monkeypatch.setattr(Claimed, "if_readable", lambda *_: Claimed())
+    made_plan = plan([tmp_path], "job", Rules(1))
+    assert [one.said.global_step for one in (*made_plan.keep, *made_plan.remove)] == [32, 31]
 
 
 def test_last_words_stay_unless_asked(tmp_path: Path) -> None:
@@ -417,6 +429,19 @@ def test_if_the_newest_is_gone_when_it_is_to_be_held_nothing_goes(tmp_path: Path
     layout.checkpoint_dir(tmp_path, 36).rename(tmp_path / "elsewhere")
     golden.says({str(outcome.left) for outcome in carry_out(made_plan)})
     assert steps_in(tmp_path) == [31, 32, 33, 34, 35]
+
+
+def test_the_newest_is_held_no_longer_than_others_are_removed_whatever_is_raised(tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    made_plan = plan([filled(tmp_path, range(35, 37))], "job", Rules(1))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        carry_out(made_plan, remove=interrupted)
+    PERIODIC.again(attempt=3).save(tmp_path, 37)
+    prune([tmp_path], "job", Rules(1))  # while the exception, and with it the frame of who held it, still lives
+    assert steps_in(tmp_path) == [37]
+    assert raised.tb is not None
 
 
 def test_nothing_is_raised_where_a_directory_cannot_be_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

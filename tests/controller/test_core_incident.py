@@ -317,8 +317,8 @@ def test_the_newest_of_several_answers_counts_whatever_their_order() -> None:
     job = JobDriver(3)
     job.kill(2)
     job.settle(0, Stand(Phase.UPDATED, 8), sequence=2)
-    job.settle(0, Stand(Phase.READY, 8), sequence=1)
     job.settle(0, Stand(Phase.UPDATED, 8), sequence=2)
+    job.settle(0, Stand(Phase.READY, 8), sequence=1)
     job.settle(1, computing(7))
     assert job.sent(Save)[0].step == 8
 
@@ -524,6 +524,20 @@ def test_no_choice_is_made_while_a_rank_may_be_updating() -> None:
     assert not job.sent(Save)
     job.settle(1, computing(8))
     assert job.sent(Proceed) == {2: Proceed(GENERATION, 1, 8)}
+
+
+def test_a_writer_that_fails_while_another_rank_proceeds_changes_nothing_about_that() -> None:
+    job = JobDriver(5, units=("A", "B", "A", "B", "A"), hosts="aabba")
+    job.kill(2)
+    for rank in (0, 1, 4):
+        job.settle(rank, computing(8))
+    job.settle(3, Stand(Phase.READY, 8))
+    job.kill(1)
+    assert list(job.sent(Proceed)) == [3]
+    job.save_failed(0, 8)
+    assert job.core.state is State.PROCEEDING
+    job.settle(3, computing(8))
+    assert {rank: order.units for rank, order in job.sent(Save).items()} == {3: ("B",), 4: ("A",)}
 
 
 def test_a_rank_that_tears_its_update_is_replaced() -> None:

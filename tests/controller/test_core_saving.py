@@ -14,6 +14,7 @@ from lastwords.controller.events import (
     STORAGE_FAILURES_MAX,
     OutcomeKind,
     PartPlan,
+    Remember,
     StartPublish,
     StartVerify,
     State,
@@ -65,6 +66,15 @@ def test_nothing_is_published_before_it_is_written_and_verified() -> None:
     job.published()
     assert {order.kind for order in job.sent(Exit).values()} == {ExitKind.SAVED}
     assert job.sent(Exit)[1].path == "/c/step"
+
+
+def test_the_next_controller_would_publish_what_is_verified_and_nothing_before() -> None:
+    job = saving()
+    job.saved(0, 5)
+    assert not [effect for effect in job.effects if isinstance(effect, Remember)]
+    job.verified()
+    [kept] = [effect for effect in job.effects if isinstance(effect, Remember)]
+    assert kept.memory.publishing == job.starts()
 
 
 def test_a_verification_of_another_attempt_does_not_publish() -> None:

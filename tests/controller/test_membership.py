@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastwords.controller.membership import Life, LoopShape, Membership
-from lastwords.vocabulary import DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
+from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
 from tests import golden
 
 RANKS = 4
@@ -103,7 +103,8 @@ def test_nothing_is_saved_up_to_the_newest_step_that_a_rank_began_with() -> None
 
 def test_a_loop_begins_for_those_that_wait_for_it() -> None:
     membership = registered()
-    assert (membership.start_step, membership.anyone_waits, membership.loop_wanted_by_all) == (0, False, False)
+    assert (membership.start_step, membership.schedule) == (0, NO_SCHEDULE)
+    assert (membership.anyone_waits, membership.loop_wanted_by_all) == (False, False)
     loops = [LoopBegin(rank, 1, 10, 2, 6, Schedule(3)) for rank in (2, 0, 3, 1)]
     for loop in loops:
         assert not membership.loop_wanted_by_all

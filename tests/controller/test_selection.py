@@ -233,6 +233,15 @@ def test_the_local_state_of_a_dead_rank_is_written_on_its_host() -> None:
     assert answer.writers[3].units == ()
 
 
+def test_a_rank_that_could_not_copy_black_boxes_writes_its_units_and_another_one_copies() -> None:
+    known = views([computing(7)] * 2, ["A", "B"])
+    known[0] = replace(known[0], may_copy=False)
+    answer = select(known, ["A", "B"])
+    assert isinstance(answer, Decision)
+    written = {rank: (work.units, work.local_ranks) for rank, work in answer.writers.items()}
+    assert written == {0: (("A",), ()), 1: (("B",), (0, 1))}
+
+
 def test_the_local_state_of_a_lost_host_is_lost_and_said() -> None:
     answer = choose([computing(7), computing(7), None, None], hosts="aabb")
     assert answer.lost_local_ranks == (2, 3)
@@ -343,6 +352,13 @@ def test_a_rank_that_can_write_nowhere_does_not_hold_its_step_in_vain() -> None:
     answer = choose([computing(8), computing(7)], hosts="ab", refused={0: {0}})
     assert (answer.step, answer.given_up, list(answer.writers)) == (7, (0,), [1])
     golden.says(answer.reason)
+
+
+def test_nor_does_it_where_the_other_directory_lacks_what_a_finished_part_has() -> None:
+    stands, units = [None, computing(8), computing(7)], ["A", "B", "A+B"]
+    finished = part(0, step=8, units=("A",))
+    answer = choose(stands, units, hosts="abc", refused={1: {0, 1}}, parts=[finished], targets=(0, 1))
+    assert (answer.step, answer.given_up, list(answer.writers)) == (7, (1,), [2])
 
 
 def test_but_not_where_anything_else_than_the_directories_is_the_reason() -> None:

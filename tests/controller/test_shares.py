@@ -242,9 +242,10 @@ def test_the_checkpoint_waits_for_every_share_and_lists_them() -> None:
     assert isinstance(job.starts(), StartPublish)
 
 
-def test_shares_that_do_not_fit_together_are_given_up_and_the_unit_is_written_whole() -> None:
-    job = saving()
-    for rank in range(3):
+@pytest.mark.parametrize("sharers", [2, 3])
+def test_shares_that_do_not_fit_together_are_given_up_and_the_unit_is_written_whole(sharers: int) -> None:
+    job = saving(sharers + 1)
+    for rank in range(sharers):
         job.saved(rank, 5)
     job.tell(VerifyFailed(1, 1, ((-1, "ranks 0 and 1 have cut unit u into different shares"),)))
     assert {rank: order.units for rank, order in job.sent(Save).items() if order.units} == {0: ("u",)}

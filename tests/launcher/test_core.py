@@ -447,14 +447,15 @@ def test_without_a_checkpoint_nobody_that_has_trained_enters_again() -> None:
     assert wait(core, 2, step=0) == [Enter(1)]
 
 
-def test_for_whom_the_first_start_waits_is_said_and_nobody_is_killed_for_it() -> None:
+@pytest.mark.parametrize("entered", [-1, 4], ids=["a start", "another launcher had let it in"])
+def test_for_whom_the_first_start_waits_is_said_and_nobody_is_killed_for_it(entered: int) -> None:
     core = LauncherCore((0, 1, 2))
-    wait(core, 1)
+    core.handle(Waiting(1, entered=entered), 1.0)
     assert core.deadline_s == 1.0 + FIRST_NOTICE_S
     effects = core.handle(Tick(), 1.0 + FIRST_NOTICE_S)
     assert [(one.rank, one.seconds) for one in effects if isinstance(one, Awaited)] == [(0, None), (2, None)]
     assert core.deadline_s is None
-    assert wait(core, 0, 2) == [Enter(0)]
+    assert wait(core, 0, 2) == [Enter(entered + 1)]
 
 
 def test_that_the_first_rank_starts_anew_puts_nothing_off() -> None:
@@ -556,6 +557,8 @@ def test_loops_of_an_earlier_entry_are_not_those_of_this_one() -> None:
     core.handle(Begun(0), 1.0)
     assert core.handle(Ended(1, KILLED), 1.0)[-1] == Start(1), "before its loop has begun here"
     assert core.handle(Over(0), 1.0) == [], "of the loop that rank 1 has not begun"
+    core.handle(Ended(1, KILLED), 2.0)
+    assert core.handle(Tick(), 2.0 + START_PAUSES_S[1]) == [Start(1)], "nor has the process that replaces it"
 
 
 def test_a_save_takes_its_time_however_soon_a_spare_is_ready() -> None:

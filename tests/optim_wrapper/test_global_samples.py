@@ -14,6 +14,7 @@ from lastwords.checkpoint.run_facts import LoopFacts
 from lastwords.optim_wrapper.loop.global_samples import Carried, carry, dealing
 from lastwords.optim_wrapper.loop.loader_changes import Onward
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from tests.ledgers import told
 
 
 class Numbers(Dataset[int]):
@@ -122,6 +123,15 @@ def test_what_is_left_is_dealt_by_workers_that_persist_too_and_the_next_epoch_is
     for epoch, _, values in steps:
         counts[epoch] += len(values)
     assert counts == {1: 16, 2: 24}
+
+
+def test_the_order_of_what_is_left_is_known_without_the_random_streams_of_the_epochs_start() -> None:
+    _, facts = run(24, 4, 2, 1, 1)
+    own = loader(24, 1, 0, 2)
+    carried, _ = carry(facts, 1, 1, own, 1)
+    steps = Steps(own, 1, events=Quiet(), resume=ResumeAt(1, 1, None, lambda: None), onward=Onward(carried))
+    assert len([*steps]) == 8
+    assert told(steps) == []
 
 
 @pytest.mark.parametrize(

@@ -303,12 +303,16 @@ def points(steps: int) -> list[tuple[int, int]]:
     return [(1, 1), (1, 3), (2, 2), (1, steps), (2, steps), (3, steps)]
 
 
-def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact() -> None:
+@pytest.mark.parametrize("shown", [True, False], ids=["rank 0", "another rank"])
+def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact(
+    shown: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """What another kind of loop has saved: the global step is all that is known."""
-    loader = DataLoader(Items(), BATCH)
-    steps = Steps(loader, epochs=3, events=Run(), resume=ResumeAt(0, BATCHES + 2, None, None))
+    at = ResumeAt(0, BATCHES + 2, None, None)
+    steps = Steps(DataLoader(Items(), BATCH), epochs=3, events=Run(), resume=at, show_progress=shown)
     assert (steps.epoch, steps.step) == (2, 2)
     golden.says(told(steps))
+    assert len(caplog.messages) == shown, "not one line of each rank"
 
 
 @pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])

@@ -136,6 +136,14 @@ def test_one_that_has_no_memory_leaves_the_words_of_the_others_where_they_are() 
     assert moved(witness, since) == ["w2", "w4"]
 
 
+def test_an_empty_part_of_a_tensor_has_no_words() -> None:
+    whole = torch.ones(4)
+    witness = of({"none of it": whole[:0]})
+    since = witness.mark()
+    whole.data.add_(1)
+    assert moved(witness, since) == []
+
+
 ODD = {
     "scalar": torch.tensor(3.0),
     "one": torch.ones(1, 1),
@@ -358,6 +366,9 @@ def test_a_buffer_that_is_replaced_in_every_step_is_named_only_if_its_module_is_
     assert witness.replaced() == []
     place["m"] = {"b": torch.ones(2)}
     assert witness.replaced() == [name]
+    witness.look()
+    place["m"] = {**place["m"]}
+    assert witness.replaced() == [], "a copy of the module has the same tensor"
 
 
 def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:
@@ -373,6 +384,11 @@ def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:
         table["m"] = other
         lives = witness.live(name)
         assert lives is (other if isinstance(other, torch.Tensor) and not other.is_meta else None)
+    for other in (torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
+        table["m"] = torch.ones(2)
+        witness.look()
+        torch.utils.swap_tensors(table["m"], other)
+        assert witness.live(name) is None
 
 
 def test_places_are_read_as_the_tensors_say_of_themselves() -> None:
