@@ -272,6 +272,7 @@ class Habits:
         return said
 
 
+NO_STATE = "none"
 COMMITTED = "committed"
 TENTATIVE = "tentative"
 

@@ -19,11 +19,11 @@ def choose(
     *,
     forgiven: bool = False,
     without: Collection[int] = (),
-    one_step_back: bool = False,
+    back: bool = False,
 ) -> Decision | NoDecision:
     """The step and its writers; `forgiven`: as if all that may pass had passed; `without`: no such target.
 
-    one_step_back: a step that a survivor has ended may be given up for the one before.
+    back: steps that a survivor has ended may be given up for one before.
     """
     targets = [target for target in saving.targets(forgiven=forgiven) if target not in without]
     if not targets:
@@ -39,24 +39,26 @@ def choose(
         base_step=members.base_step,
         targets=targets,
         retry_refused=True,
-        one_step_back=one_step_back,
+        back=back,
     )
 
 
-def or_one_step_back(
+def or_steps_back(
     context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision
 ) -> Decision | NoDecision:
-    """Where a unit has no holder at the step that survivors have ended: the step before, if all can be had there.
+    """Where a unit has no holder at the step that survivors have ended: a step before, if all can be had there.
 
     A rank has left its loop with its gradients not applied, and nobody else holds what it holds (docs/adr/0013), or has
-    died, and its copy is of the step before.
+    died, and its copy is of a step before.
     """
     if isinstance(answer, Decision) or answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
         return answer
-    lower = choose(context, saving, views, one_step_back=True)
+    lower = choose(context, saving, views, back=True)
     if not isinstance(lower, Decision):
         return answer
-    return replace(lower, reason=f"{lower.reason}; one step is given up, since {answer.reason}")
+    count = answer.step - lower.step
+    given_up = "one step is" if count == 1 else f"{count} steps are"
+    return replace(lower, reason=f"{lower.reason}; {given_up} given up, since {answer.reason}")
 
 
 def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision) -> float:
@@ -68,10 +70,10 @@ def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], 
     if not saving.refused:
         return 0.0
     back = not isinstance(answer, Decision)
-    better = choose(context, saving, views, forgiven=True, one_step_back=back)
+    better = choose(context, saving, views, forgiven=True, back=back)
     if not isinstance(better, Decision):
         return 0.0
-    answer = choose(context, saving, views, one_step_back=True) if back else answer
+    answer = choose(context, saving, views, back=True) if back else answer
     if not isinstance(answer, Decision):
         return context.options.storage_retry_s
     more = (better.step, -len(better.lost_local_ranks)) > (answer.step, -len(answer.lost_local_ranks))
@@ -80,7 +82,7 @@ def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], 
 
 def files_retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView]) -> float:
     """For how long the newest attempt's files are worth another try: not long if all can be had in another place."""
-    elsewhere = choose(context, saving, views, without=(saving.target,), one_step_back=True)
+    elsewhere = choose(context, saving, views, without=(saving.target,), back=True)
     limit_s = context.options.storage_retry_s
     return (
         min(limit_s, LESSER_RETRY_S) if isinstance(elsewhere, Decision) and elsewhere.step >= saving.step else limit_s

@@ -47,7 +47,7 @@ class GracePeriod:
         if not context.preempted or not overdue:
             return 0.0
         views = rank_views(context.members, self._saving, settled, {**excluded, **dict.fromkeys(overdue, "is late")})
-        answer = choose(context, self._saving, views, one_step_back=True)
+        answer = choose(context, self._saving, views, back=True)
         return 0.0 if isinstance(answer, Decision) else context.uncut_s(option)
 
     def missing_text(self, awaited: Collection[int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lastwords.controller.choice import choose, files_retry_s, or_one_step_back, retry_s
+from lastwords.controller.choice import choose, files_retry_s, or_steps_back, retry_s
 from lastwords.controller.context import Ended, Resumed
 from lastwords.controller.decision import Decision, NoDecision, NoDecisionKind, laggards
 from lastwords.controller.detection import death_text, signal_text, suspicion_text
@@ -195,7 +195,7 @@ class Incident(IncidentState):
             self._awaited |= behind
             self._await(behind)
             return
-        if isinstance(answer := or_one_step_back(context, saving, views, answer), Decision):
+        if isinstance(answer := or_steps_back(context, saving, views, answer), Decision):
             self._carry_out(answer)
         else:
             self._cannot_save(answer)

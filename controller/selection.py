@@ -91,7 +91,7 @@ def select(
     base_step: int = 0,
     targets: Sequence[int] = (PRIMARY_TARGET,),
     retry_refused: bool = False,
-    one_step_back: bool = False,
+    back: bool = False,
 ) -> Decision | NoDecision:
     """Choose step and writers.
 
@@ -102,13 +102,13 @@ def select(
     parts: finished parts, and parts that usable ranks are writing. base_step: the step at which the job started;
     there is nothing to save unless a step after it has been reached. targets: the directories still in play, the
     preferred one first. retry_refused: let ranks of a host whose file system refused try the same directory again
-    (each rank once), as the last resort. one_step_back: try the step below those, too.
+    (each rank once), as the last resort. back: try the step below those, too, and lower ones that were copied whole.
     """
     given_up: list[int] = []
     usable = sorted((view for view in views.values() if view.stand is not None), key=lambda view: view.rank)
     while True:
         survey = _survey(views, usable, units, parts)
-        answer = _select_among(survey, base_step, targets, retry_refused, one_step_back, tuple(sorted(given_up)))
+        answer = _select_among(survey, base_step, targets, retry_refused, back, tuple(sorted(given_up)))
         if isinstance(answer, Decision) or answer.kind is not NoDecisionKind.STORAGE:
             return answer
         # Ranks that can write nowhere hold their step in vain. Losing one step is better than losing all.
@@ -138,7 +138,7 @@ def _select_among(
     base_step: int,
     targets: Sequence[int],
     retry_refused: bool,
-    one_step_back: bool,
+    back: bool,
     given_up: tuple[int, ...],
 ) -> Decision | NoDecision:
     steps = _candidate_steps(survey)
@@ -146,8 +146,8 @@ def _select_among(
         return NoDecision(NoDecisionKind.NO_HOLDER, "no rank is left that could write")
     if steps[0] <= base_step:
         return NoDecision(NoDecisionKind.NOTHING_TO_SAVE, nothing_text(base_step))
-    if one_step_back:
-        steps.append(steps[-1] - 1)
+    if back:
+        steps += _steps_before(survey, steps[-1])
     first_obstacle: _Obstacle | None = None
     by_storage = False
     for step in steps:
@@ -190,6 +190,12 @@ def _candidate_steps(survey: _Survey) -> list[int]:
     reached = {stand.begun_step for stand in stands} | {part.step for part in survey.parts}
     lowest = max((stand.ended_step for stand in stands), default=0)
     return sorted((step for step in reached | {lowest} if step >= lowest), reverse=True) if reached else []
+
+
+def _steps_before(survey: _Survey, lowest: int) -> list[int]:
+    """Steps lower than that of which something may be left, the best first."""
+    copied = {step for view in survey.views.values() for step in view.copies}
+    return sorted({lowest - 1} | {step for step in copied if step < lowest}, reverse=True)
 
 
 def _place(survey: _Survey, step: int, target: int, may_retry: bool) -> _Place:

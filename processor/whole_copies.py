@@ -10,8 +10,9 @@ the one before. A file begins with a page of words:
 
     magic, sequence (odd while the rest is written), step, bytes of the description and their xxh3_64
 
-The description (JSON) follows on the next page: each unit as a checkpoint's part has it, in two pieces. Then come the
-tensors, each on a 64-byte boundary. Everything that is read is checked: another version may have written it.
+The description (JSON) follows on the next page: each unit as a checkpoint's part has it, in two pieces, and the rank's
+local state, if it was given. Then come the tensors, each on a 64-byte boundary. Everything that is read is checked:
+another version may have written it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ import xxhash
 from lastwords import threads
 from lastwords.checkpoint.direct_io import as_bytes
 from lastwords.checkpoint.document import Fields
-from lastwords.checkpoint.entries import UnitEntry, units_from_json
+from lastwords.checkpoint.entries import LocalEntry, UnitEntry, units_from_json
+from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import PartPath
-from lastwords.checkpoint.part import UnitState
+from lastwords.checkpoint.part import LocalState, TensorSource, UnitState
 from lastwords.errors import FormatError, IncompleteError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.processor.box_layout import PAGE_BYTES
@@ -51,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 FILES = 2
 _HEAD = struct.Struct("=8sQQQQ")
-_MAGIC = b"LWCOPY\x00\x02"
+_MAGIC = b"LWCOPY\x00\x03"
 _ALIGN = 64
 _ROOM = 64 * 1024
 _EXIT_S = 10.0
@@ -82,7 +84,7 @@ class WholeCopies:
 
         beside: whether a thread copies what it may, while the next step is computed. devices: copies what lies there.
         """
-        self._rank = rank
+        self.rank = rank
         self._directory = directory
         self._beside = beside
         self._devices = devices
@@ -97,19 +99,24 @@ class WholeCopies:
         """Why the copies end with this process, if they do."""
 
     def begin(
-        self, step: int, states: Mapping[str, UnitState], later: Collection[str], is_unmoved: Callable[[], bool]
+        self,
+        step: int,
+        states: Mapping[str, UnitState],
+        later: Collection[str],
+        is_unmoved: Callable[[], bool],
+        local: LocalState | None = None,
     ) -> None:
         """Copy the units as they are at the end of `step`, which may come twice. Without a copy training goes on.
 
         later: names of tensors that may be read until `finish`, unless something else than an update writes to them;
-        then `is_unmoved`, which other threads ask, says False.
+        then `is_unmoved`, which other threads ask, says False. local: for steps that the black box does not keep.
         """
         if not self._idle.wait(PATIENCE_S):
-            _log.warning("rank %d could not copy step %d: the copy before it has not ended", self._rank, step)
+            _log.warning("rank %d could not copy step %d: the copy before it has not ended", self.rank, step)
             return
         self.finish()
         try:
-            number, file, rest = self._take(step, states, later if self._beside else ())
+            number, file, rest = self._take(step, states, later if self._beside else (), local)
             if sum(one.place.stop - one.place.start for one in rest) >= BESIDE_BYTES_MIN:
                 copies = self._apart(file, rest)
                 if self._hand_over(partial(self._fill, step, number, file, copies, is_unmoved)):
@@ -117,7 +124,7 @@ class WholeCopies:
             for one in rest:
                 file.put(one)
         except (OSError, MemoryError) as error:
-            _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
+            _log.warning("rank %d could not copy step %d: %s", self.rank, step, error)
             return
         self._seal(step, number, file)
 
@@ -147,13 +154,13 @@ class WholeCopies:
         again, self._again = self._again, None
         if again is None or again():
             return True
-        _log.warning("rank %d has no copy of its last step, after which the loop has changed its weights", self._rank)
+        _log.warning("rank %d has no copy of its last step, after which the loop has changed its weights", self.rank)
         return False
 
-    def take(self, step: int, states: Mapping[str, UnitState]) -> None:
+    def take(self, step: int, states: Mapping[str, UnitState], local: LocalState | None = None) -> None:
         """`begin`, all at once. OSError, MemoryError."""
         self.finish()
-        number, file, _ = self._take(step, states, ())
+        number, file, _ = self._take(step, states, (), local)
         self._seal(step, number, file)
 
     def _hand_over(self, fill: Callable[[], bool]) -> bool:
@@ -163,7 +170,7 @@ class WholeCopies:
             try:
                 threads.start(_work, tasks, self._idle, name="lastwords-copy")
             except UnavailableError as error:
-                _log.warning("rank %d copies its state within each step's end: %s", self._rank, error)
+                _log.warning("rank %d copies its state within each step's end: %s", self.rank, error)
                 self._beside = False
                 return False
             weakref.finalize(self, _end, tasks, self._idle)
@@ -190,7 +197,7 @@ class WholeCopies:
                 file.put(one)
             whole = copies.away() and is_unmoved() and all(file.has(one) for one in copies.here) and is_unmoved()
         except Exception as error:  # handed to the log: training goes on, without a copy of this step
-            _log.warning("rank %d could not copy step %d: %s", self._rank, step, error)
+            _log.warning("rank %d could not copy step %d: %s", self.rank, step, error)
             return True
         if whole:
             self._seal(step, number, file)
@@ -212,7 +219,7 @@ class WholeCopies:
             self._unlink(number)
 
     def _path(self, number: int) -> Path:
-        return self._directory() / f"rank_{self._rank}.copy{number}"
+        return self._directory() / f"rank_{self.rank}.copy{number}"
 
     def _unlink(self, number: int) -> None:
         """A file that is written no more would be taken for whole."""
@@ -220,18 +227,18 @@ class WholeCopies:
             self._path(number).unlink()
 
     def _take(
-        self, step: int, states: Mapping[str, UnitState], later: Collection[str]
+        self, step: int, states: Mapping[str, UnitState], later: Collection[str], local: LocalState | None
     ) -> tuple[int, _File, list[_Piece]]:
         """A copy that is not sealed, and what it lacks: the tensors of these names."""
         number = self._steps.index(step) if step in self._steps else self._steps.index(min(self._steps))
         self._steps[number] = -1
-        described, nbytes = self._descriptions.of(states)
+        described, nbytes = self._descriptions.of(states, local)
         file = self._files[number]
         if file is None or file.nbytes < nbytes:
             file = self._files[number] = self._made(number, nbytes)
         file.begin(step, described)
         rest, at = [], _up(PAGE_BYTES + len(described))
-        for spec, source in (one for state in states.values() for one in state.tensors):
+        for spec, source in _tensors(states, local):
             piece = _Piece(spec.name, slice(at, at + spec.nbytes), source)
             if spec.name in later:
                 rest.append(piece)
@@ -242,13 +249,22 @@ class WholeCopies:
 
     def get(self, unit: str, step: int) -> UnitState | None:
         """A unit of this rank at the end of `step`; None if no copy is of that, or none comes to be whole."""
+        found = self._read(step)
+        return None if found is None else found.units.get(unit)
+
+    def local(self, step: int) -> LocalState | None:
+        """What this rank had for itself at the end of `step`; likewise."""
+        found = self._read(step)
+        return None if found is None else found.local
+
+    def _read(self, step: int) -> _Content | None:
         if step not in self._steps:
             self._idle.wait(PATIENCE_S)
         if step not in self._steps:
             return None
         file = self._files[self._steps.index(step)]
         assert file is not None
-        return file.read(step).get(unit)
+        return file.read(step)
 
     def _made(self, number: int, nbytes: int) -> _File:
         """A file with some more room than is needed now, since the description grows; where there is none, memory."""
@@ -259,7 +275,7 @@ class WholeCopies:
             self._unlink(number)
             if not self.problem:
                 self.problem = (
-                    f"no other process can read rank {self._rank}'s copies: no room for {nbytes} bytes in shared "
+                    f"no other process can read rank {self.rank}'s copies: no room for {nbytes} bytes in shared "
                     f"memory ({error.strerror}); enlarge /dev/shm (docker: --shm-size)"
                 )
                 _log.warning("%s", self.problem)
@@ -273,17 +289,26 @@ def whole_copies(files: HeldFiles) -> tuple[WholeCopy, ...]:
 
 def read_copy(files: HeldFiles, unit: str, step: int) -> UnitState:
     """A unit at the end of a step, from a copy of any rank of this host. IncompleteError if there is none, OSError."""
-    for _, of, path in _whole(files):
+    for _, found in _contents(files, step):
+        if unit in found.units:
+            return found.units[unit]
+    raise IncompleteError(f"no copy of the unit {unit!r} at step {step} is in this host's memory", missing=(unit,))
+
+
+def read_local(files: HeldFiles, rank: int, step: int) -> LocalState | None:
+    """What a rank of this host had for itself at the end of a step, if a copy of that is here. OSError."""
+    return next((found.local for of, found in _contents(files, step) if of == rank), None)
+
+
+def _contents(files: HeldFiles, step: int) -> Iterator[tuple[int, _Content]]:
+    """Rank and content of each copy of a step that can be read."""
+    for rank, of, path in _whole(files):
         if of != step:
             continue
         try:
-            found = _File.open(files.open(path), str(path)).read(step, str(path)).get(unit)
+            yield rank, _File.open(files.open(path), str(path)).read(step, str(path))
         except (FileNotFoundError, LastWordsError) as error:
             _log.warning("%s cannot be read: %s", path, error)
-            continue
-        if found is not None:
-            return found
-    raise IncompleteError(f"no copy of the unit {unit!r} at step {step} is in this host's memory", missing=(unit,))
 
 
 def _whole(files: HeldFiles) -> Iterator[tuple[int, int, Path]]:
@@ -320,6 +345,13 @@ class Devices(Protocol):
 
     def copy(self, mark: Any, file: _File, places: Sequence[slice]) -> bool:
         """Copy them there; False where they have been something else meanwhile. Any thread, one at a time."""
+
+
+class _Content(NamedTuple):
+    """What a copy holds."""
+
+    units: dict[str, UnitState]
+    local: LocalState | None
 
 
 class _Piece(NamedTuple):
@@ -401,25 +433,32 @@ class _File:
         self._sequence += 1 + self._sequence % 2
         self._say(0, 0, 0)
 
-    def read(self, step: int, where: str = "a copy") -> dict[str, UnitState]:
-        """Its units, whose tensors are this memory itself. FormatError."""
+    def read(self, step: int, where: str = "a copy") -> _Content:
+        """What is in it; the tensors are this memory itself. FormatError."""
         magic, sequence, of, nbytes, checksum = _HEAD.unpack_from(self._memory)
         if magic != _MAGIC or sequence % 2 or of != step or PAGE_BYTES + nbytes > self.nbytes:
             raise FormatError(f"{where} is no whole copy of step {step}")
         described = self._memory[PAGE_BYTES : PAGE_BYTES + nbytes]
         if xxhash.xxh3_64_intdigest(described) != checksum:
             raise FormatError(f"{where} is damaged: its description is not the one that was written")
-        units: dict[str, UnitState] = {}
         at = _up(PAGE_BYTES + nbytes)
-        for unit, entry in _Descriptions.read(described, where).items():
-            tensors = []
-            for spec in entry.tensors:
+
+        def tensors(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, TensorSource]]:
+            nonlocal at
+            found: list[tuple[TensorSpec, TensorSource]] = []
+            for spec in specs:
                 if at + spec.nbytes > self.nbytes:
                     raise FormatError(f"{where} ends before {spec.name}")
-                tensors.append((spec, self.bytes[at : at + spec.nbytes].data))
+                found.append((spec, self.bytes[at : at + spec.nbytes].data))
                 at = _up(at + spec.nbytes)
-            units[unit] = UnitState(tensors, entry.meta, version=(where, sequence))
-        return units
+            return found
+
+        entries, own = _Descriptions.read(described, where)
+        units = {
+            unit: UnitState(tensors(one.tensors), one.meta, version=(where, sequence)) for unit, one in entries.items()
+        }
+        local = None if own is None else LocalState(tensors(own.tensors), own.meta, own.exact, own.reasons)
+        return _Content(units, local)
 
 
 def _work(tasks: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Event) -> None:
@@ -445,16 +484,21 @@ class _Descriptions:
     def __init__(self) -> None:
         self._lasting: dict[str, tuple[list[Any], str]] = {}
 
-    def of(self, states: Mapping[str, UnitState]) -> tuple[bytes, int]:
+    def of(self, states: Mapping[str, UnitState], local: LocalState | None) -> tuple[bytes, int]:
         """As JSON; and how many bytes the whole takes."""
         lasting = [self._of_list(unit, state) for unit, state in states.items()]
         rest = {}
         for unit, state in states.items():
             meta = replace(state.meta, parameters=_NOTHING, buffers=_NOTHING, optimizer_state=_NOTHING)
             rest[unit] = UnitEntry(0, _NO_FILE, (), meta.to_json()).to_json() | {"tensors": []}
-        raw = f"[{', '.join((*lasting, json.dumps(rest)))}]".encode()
+        own = None
+        if local is not None:
+            specs = tuple(spec for spec, _ in local.tensors)
+            own = LocalEntry(0, _NO_FILE, specs, local.meta.to_json(), local.exact, local.reasons).to_json()
+            own["tensors"] = [*own["tensors"]]
+        raw = f"[{', '.join((*lasting, json.dumps(rest), json.dumps(own)))}]".encode()
         at = _up(PAGE_BYTES + len(raw))
-        for spec in (spec for state in states.values() for spec, _ in state.tensors):
+        for spec, _ in _tensors(states, local):
             at = _up(at + spec.nbytes)
         return raw, at
 
@@ -469,17 +513,25 @@ class _Descriptions:
         return text
 
     @staticmethod
-    def read(raw: bytes | memoryview, where: str) -> dict[str, UnitEntry]:
+    def read(raw: bytes | memoryview, where: str) -> tuple[dict[str, UnitEntry], LocalEntry | None]:
         """FormatError."""
         try:
-            *lasting, rest = json.loads(bytes(raw))
+            *lasting, rest, own = json.loads(bytes(raw))
             whole = {
                 unit: entry | {"tensors": one["tensors"], "meta": entry["meta"] | one["meta"]}
                 for one, (unit, entry) in zip(lasting, rest.items(), strict=True)
             }
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise FormatError(f"{where} is damaged: {error!r}") from error
-        return units_from_json(Fields(whole, where), Path(where))
+        local = None if own is None else LocalEntry.from_json(Fields(own, where), Path(where))
+        return units_from_json(Fields(whole, where), Path(where)), local
+
+
+def _tensors(states: Mapping[str, UnitState], local: LocalState | None) -> Iterator[tuple[TensorSpec, TensorSource]]:
+    """In the order in which they lie in a file."""
+    for state in states.values():
+        yield from state.tensors
+    yield from () if local is None else local.tensors
 
 
 def _up(at: int) -> int:

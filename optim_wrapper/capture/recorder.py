@@ -145,10 +145,12 @@ class StepRecorder:
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
         copy: WholeCopies | None = None,
+        every: int = 1,
     ) -> TrainerSource:
         """The writer's view of this rank."""
         self.source = TrainerSource(
             self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch,
+            every=every,
             ends_epoch=self.ends_epoch, gradients_missing=self.gradients.doubts,
             attributes=self.attributes,
             drawn_since=self._drawn_since,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
-from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, Habits, LocalMeta
+from lastwords.checkpoint.meta import COMMITTED, NO_STATE, TENTATIVE, Habits, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
 from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.shares import share_of
@@ -36,7 +36,7 @@ from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.held_files import HeldFiles
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
-from lastwords.processor.whole_copies import PATIENCE_S, WholeCopies, read_copy, whole_copies
+from lastwords.processor.whole_copies import PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand, WholeCopy
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class TrainerSource:
 
     buffers_at: names of the buffers that are in no unit at a step, and why others are not what they were then.
     buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
-    each step's end, and saved instead of the live state where it is of the step that is asked for. watch: has copies of
+    the end of each step that `every` divides, and saved instead of the live state where it is of the step that is asked
+    for. watch: has copies of
     what something else than the optimizer writes, and knows what has changed besides. drawn_since: the random stream
     that has moved on this rank since the tentative copy of a step that has not ended. gradients_missing: why copies of
     a step, that has ended or not, may lack gradients that the next one goes on with.
@@ -80,6 +81,7 @@ class TrainerSource:
         copy: WholeCopies | None = None,
         watch: StateWatch | None = None,
         *,
+        every: int = 1,
         ends_epoch: Callable[[Position | None], bool | None],
         drawn_since: Callable[[int], str],
         attributes: Attributes,
@@ -93,6 +95,8 @@ class TrainerSource:
         self._facts = facts
         self._buckets = buckets
         self._copy = copy
+        self._every = every
+        self._copied_at: dict[int, Position | None] = {}
         self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
         self._snapshot: Snapshot | None = None
         self._before: Snapshot | None = None
@@ -116,7 +120,7 @@ class TrainerSource:
         if self._snapshot is not None and self._snapshot.step < snapshot.step:
             self._before = self._snapshot
         self._snapshot = snapshot
-        if self._copy is not None:
+        if self._copy is not None and not snapshot.step % self._every:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
             watch = self._watch
@@ -124,7 +128,13 @@ class TrainerSource:
                 self._lasting = watch.lasting
                 self._later = {unit_tensor_name(unit, *name) for unit in states for name in self._lasting}
             lasting = self._lasting
-            self._copy.begin(snapshot.step, states, self._later, lambda: watch is None or watch.is_still(lasting))
+            local = None
+            if self._every > 1:  # else the black box has it
+                local = self._local_state(self._copy.rank, snapshot.step)
+                newest = max(self._copied_at, default=0)
+                self._copied_at = {newest: self._copied_at.get(newest), snapshot.step: snapshot.position}
+            unmoved = lambda: watch is None or watch.is_still(lasting)  # noqa: E731
+            self._copy.begin(snapshot.step, states, self._later, unmoved, local)
 
     def follow_files(self) -> None:
         """Keep hold of what the ranks of this host have in memory."""
@@ -171,6 +181,8 @@ class TrainerSource:
         for known in (snapshot, self._before):
             if known is not None and known.step == step:
                 return known.position
+        if step in self._copied_at:
+            return self._copied_at[step]
         return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
@@ -195,7 +207,7 @@ class TrainerSource:
 
     def whole_copies(self) -> tuple[WholeCopy, ...]:
         """Those that are in this host's memory now, of any rank. Any thread."""
-        return whole_copies(self._files)
+        return whole_copies(self._files) if self._copy is not None else ()
 
     def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)
@@ -312,12 +324,28 @@ class TrainerSource:
     def _local_state(self, rank: int, step: int) -> LocalState:
         for pause_s in (*BOX_PAUSES_S, None):
             try:
-                return self._read_box(rank, step)
+                found = self._read_box(rank, step)
+                copied = self._copied_local(rank, step) if found.meta.kind == NO_STATE else None
+                return found if copied is None else copied
             except (OSError, MemoryError, StorageError) as error:
                 if pause_s is None:
                     return _nothing(named(error))
                 time.sleep(pause_s)
         raise AssertionError("unreachable")
+
+    def _copied_local(self, rank: int, step: int) -> LocalState | None:
+        """Of a step that black boxes do not keep any more."""
+        mine = self._copy is not None and self._copy.rank == rank
+        found = self._copy.local(step) if mine else read_local(self._files, rank, step)  # type: ignore[union-attr]
+        if found is None:
+            return None
+        new = sorted(self._attributes.moved - names_in(found.meta.slot.get("attributes")))
+        if not new:
+            return found
+        why = Reason(
+            f"{', '.join(new[:3])} changed for the first time after step {step}, or unseen before it: not saved"
+        )
+        return replace(found, exact=False, reasons=(*found.reasons, why))
 
     def _read_box(self, rank: int, step: int) -> LocalState:
         try:
@@ -402,7 +430,7 @@ def _moved(names: list[StateName], step: int) -> list[str]:
 
 
 def _nothing(reason: str) -> LocalState:
-    return LocalState(tensors=[], meta=LocalMeta(kind="none"), exact=False, reasons=(Reason(reason),))
+    return LocalState(tensors=[], meta=LocalMeta(kind=NO_STATE), exact=False, reasons=(Reason(reason),))
 
 
 def _tensors(rank: int, prefix: str, copy: SlotCopy) -> list[tuple[TensorSpec, Any]]:

@@ -22,7 +22,7 @@ from lastwords.vocabulary import UNIT_REPLICATED
 _log = logging.getLogger(__name__)
 
 GateMode = Literal["auto", "existing"]
-CopyMode = bool | Literal["auto", "now"]
+CopyMode = bool | int | Literal["auto", "now"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class Options:
     verify_every: compare the replicas every so many steps, 0: only when the loop begins; and look then at all bytes for
     what changes outside of updates. copy: "auto"
     copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything,
-    beside the next step's computation, and does so always with LBFGS; "now" copies it within the step's end; False
-    copies nothing, and what has changed so is named. forget, variables: see `TFTRegister`.
+    beside the next step's computation, and does so always with LBFGS; "now" copies it within the step's end; a number
+    copies it beside the computation, after so many steps each. False copies nothing, and what has changed so is named.
+    forget, variables: see `TFTRegister`.
     """
 
     gate: GateMode = "auto"
@@ -51,15 +52,22 @@ class Options:
             raise ConfigError(
                 f"verify_every must be a number of steps, 0 for the start alone, not {self.verify_every!r}"
             )
-        if not isinstance(self.copy, bool) and self.copy not in ("auto", "now"):
-            raise ConfigError(f"copy must be 'auto', True, 'now' or False, not {self.copy!r}")
+        if not (
+            isinstance(self.copy, bool) or self.copy in ("auto", "now") or (type(self.copy) is int and self.copy > 0)
+        ):
+            raise ConfigError(f"copy must be 'auto', True, 'now', a number of steps or False, not {self.copy!r}")
         if not isinstance(self.variables, bool):
             raise ConfigError(f"variables must be True or False, not {self.variables!r}")
 
     @property
+    def copies_every(self) -> int:
+        """Everything is copied at the end of each step whose number this divides; of none if it is 0."""
+        return int(self.copy) if isinstance(self.copy, int) else int(self.copy == "now")
+
+    @property
     def copies_all(self) -> bool:
         """Whether everything is copied at each step's end."""
-        return self.copy is True or self.copy == "now"
+        return self.copies_every == 1
 
     def suited_to(self, optimizers: Sequence[OptTFTWrapper]) -> Options:
         """With what these optimizers need. LBFGS runs backward passes, collectives and all, on weights half-way."""
@@ -127,9 +135,10 @@ def announce(table: UnitTable, world_size: int, options: Options, optimizers: in
                 between + "if a collective runs between two of them, a death there loses the step and "
                 "possibly everything; copy=True prevents this"
             )
-    copied = options.copies_all
+    copied = bool(options.copies_every)
     if copied:
-        lines.append("whole copies: two of each rank's state, in shared memory of its host")
+        often = "" if options.copies_all else f", every {options.copies_every} steps"
+        lines.append(f"whole copies: two of each rank's state, in shared memory of its host{often}")
     text = describe(table, world_size, lines, copied=copied)
     if table.pure and optimizers == 1:
         _log.info("%s", text)

@@ -119,7 +119,7 @@ class Protection:
             on_incident=self._on_incident,
             pass_on=lambda number: signals.pass_on(number),
             hand_back=lambda: signals.hand_back(),
-            whole_copies=lambda: source.whole_copies() if config.processor.has_copy else (),
+            whole_copies=source.whole_copies,
             forsake_copies=source.forsake_copies,
         )
         self._asked_to_stop = lambda: core.asked_to_stop

@@ -369,9 +369,9 @@ class ProtectedRun(Run):
         rank = self.world.rank
         beside = self._options.copy != "now"
         copy = None
-        if self._options.copies_all:
+        if every := self._options.copies_every:
             copy = WholeCopies(rank, lambda: box_path(rank).parent, beside=beside, devices=DeviceCopies())
-        return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy)
+        return self.recorder.make_source(box_path, self._manifest_facts, buckets, copy, every)
 
     def _manifest_facts(self, step: int) -> dict[str, Any]:
         data = None if self.steps is None else self.steps.facts(self.world.size)

@@ -417,7 +417,7 @@ def test_memory_is_preferred_to_a_copy() -> None:
 
 
 def test_a_copy_of_another_host_is_out_of_reach() -> None:
-    answer = copied([computing(7), None], [{6, 7}] * 2, hosts="ab", one_step_back=True)
+    answer = copied([computing(7), None], [{6, 7}] * 2, hosts="ab", back=True)
     assert isinstance(answer, NoDecision)
     assert answer.kind is NoDecisionKind.NO_HOLDER
 
@@ -425,22 +425,30 @@ def test_a_copy_of_another_host_is_out_of_reach() -> None:
 def test_an_older_step_is_taken_only_where_each_unit_has_a_copy_of_it() -> None:
     stands, steps = [computing(7), None, Stand(Phase.UPDATED, 7)], [{6, 7}, {5, 6}, {5, 6}]
     assert isinstance(copied(stands, steps), NoDecision), "not before it is seen that there is no other way"
-    answer = copied(stands, steps, one_step_back=True)
+    answer = copied(stands, steps, back=True)
     assert isinstance(answer, Decision)
     assert answer.step == 6
     assert {rank: work.copied for rank, work in answer.writers.items()} == {0: ("u0",), 2: ("u1", "u2")}
     golden.says(answer.reason)
     for rank in range(3):
         without = [of - {6} if rank == number else of for number, of in enumerate(map(set, steps))]
-        assert isinstance(copied(stands, without, one_step_back=True), NoDecision), "copies of two steps are no step"
+        assert isinstance(copied(stands, without, back=True), NoDecision), "copies of two steps are no step"
+
+
+def test_of_the_steps_that_were_copied_the_newest_is_taken_that_all_copies_have() -> None:
+    stands, steps = [computing(8), None, computing(8)], [{3, 6}, {0, 3}, {3, 6}]
+    answer = copied(stands, steps, back=True)
+    assert isinstance(answer, Decision)
+    assert answer.step == 3
+    assert isinstance(copied(stands, [{3, 6}, {6, 9}, {3}], back=True), NoDecision), "the control"
 
 
 def test_the_step_of_the_start_is_saved_from_no_copy() -> None:
-    answer = copied([computing(7), None], [{6}] * 2, one_step_back=True, base_step=6)
+    answer = copied([computing(7), None], [{6}] * 2, back=True, base_step=6)
     assert isinstance(answer, NoDecision)
 
 
 def test_nothing_is_read_from_a_copy_of_weights_that_are_wrong() -> None:
     torn = Stand(Phase.TORN, 8)
-    assert isinstance(copied([computing(7), torn], [{6, 7}] * 2, one_step_back=True), NoDecision)
-    assert isinstance(copied([computing(7), None], [{6, 7}] * 2, one_step_back=True), Decision), "the control"
+    assert isinstance(copied([computing(7), torn], [{6, 7}] * 2, back=True), NoDecision)
+    assert isinstance(copied([computing(7), None], [{6, 7}] * 2, back=True), Decision), "the control"

@@ -122,7 +122,7 @@ class Plan:
     config: dict[str, int] | None = None  # instead of these four numbers: arguments of a CheckpointConfig
     faults: tuple[Fault, ...] = ()
     sabotage: tuple[str, ...] = ()
-    copy: bool = False  # each rank keeps whole copies of its state in shared memory
+    copy: bool | int = False  # each rank keeps whole copies of its state in shared memory, of every so manieth step
     bad_extra: bool = False  # register something that cannot be stored
     redirect: bool = False  # write stdout and stderr to files oneself (torchrun)
     overrides: tuple[tuple[int, str, Any], ...] = ()  # (rank, field of Layout or Plan, value): ranks that disagree

@@ -38,6 +38,25 @@ def test_parts_that_only_the_dead_have_held_are_saved_from_their_copies(rig: Rig
     assert step >= kill.step - 1, "at most one step is done again"
 
 
+@pytest.mark.parametrize(
+    "kill",
+    [
+        ShardedKill("update", 5, TWO),
+        more(ShardedKill("forward", 6, (0,))),
+        more(ShardedKill("end", 5, (3,))),
+        more(ShardedKill("copying", 6, (2,))),
+    ],
+    ids=str,
+)
+def test_where_only_some_steps_are_copied_all_ranks_go_back_to_the_last_one(rig: Rig, kill: ShardedKill) -> None:
+    step = rig.survive(FSDP, kill, copy=3)
+    assert step in ((3, 6) if kill.phase == "copying" else (kill.step - 1 - (kill.step - 1) % 3,))
+
+
+def test_before_the_first_of_them_there_is_nothing_to_save(rig: Rig) -> None:
+    fail_clearly(rig, FSDP, ShardedKill("backward", 3, (1,)), copy=3)
+
+
 @pytest.mark.thorough
 def test_all_but_one_of_a_host_die(rig: Rig) -> None:
     rig.survive(FSDP, ShardedKill("forward", 4, (0, 1, 2)), copy=True)
@@ -47,6 +66,7 @@ def test_all_but_one_of_a_host_die(rig: Rig) -> None:
 @pytest.mark.parametrize("kill", [ShardedKill("backward", 4, (2,)), ShardedKill("update", 5, TWO)], ids=str)
 def test_it_heals(rig: Rig, kill: ShardedKill) -> None:
     rig.heal(FSDP, kill, copy=True)
+    rig.heal(FSDP, kill, copy=3)
 
 
 def test_without_copies_nothing_can_be_saved(rig: Rig) -> None:

@@ -96,9 +96,9 @@ def test_both_holders_of_a_part_on_three_axes_are_missed(rig: Rig) -> None:
     fail_clearly(rig, parallel_layout("fsdp-tp"), ShardedKill("forward", 4, (1, 5)))
 
 
-def fail_clearly(rig: Rig, layout: Layout, kill: ShardedKill) -> Launch:
+def fail_clearly(rig: Rig, layout: Layout, kill: ShardedKill, **settings: Any) -> Launch:
     """Nobody is left who holds some part of the state: nothing is published, and every survivor says what is lost."""
-    launch = rig.launch(layout, faults=kill.faults(layout))
+    launch = rig.launch(layout, faults=kill.faults(layout), **settings)
     launch.finish()
     survivors = kill.survivor_ranks(layout)
     codes = {rank: EXIT_NOT_SAVED if rank in survivors else KILLED for rank in range(layout.world_size)}

@@ -223,7 +223,7 @@ class Trainer:
         if plan.fallback:
             more["fallback_path"] = plan.fallback
         if plan.copy:
-            more["copy"] = True
+            more["copy"] = plan.copy
             sabotage.copy_beside(self.faults)
         if plan.bad_extra:
             self.extras["odd"] = {"thing": object()}

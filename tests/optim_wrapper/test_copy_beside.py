@@ -19,6 +19,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor import whole_copies as module
 from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies, read_copy
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -30,7 +31,7 @@ SIZE = 64
 
 
 class Loop:
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, device: str = "cpu", every: int = 1) -> None:
         self.folder = folder
         self.net = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.BatchNorm1d(SIZE)).to(device)
         self.device = device
@@ -39,7 +40,7 @@ class Loop:
         self.recorder = StepRecorder(self.net, [self.optimizer], {"average": self.average}, None)
         self.recorder.agree_units(World(), next_prefix(), ())
         copies = WholeCopies(0, lambda: folder, devices=DeviceCopies())
-        self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {}, copy=copies)
+        self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {}, copy=copies, every=every)
         self.recorder.open_box(lambda make: make(folder / "box"), at_gate=True)
         self.recorder.begin(0, None)
         self.step = 0
@@ -59,7 +60,7 @@ class Loop:
         self.optimizer.zero_grad()
         self.recorder.watch.end_update()
         self.average["weight"].lerp_(self.weight.detach(), 0.5)
-        self.recorder.end_step(self.step, None)
+        self.recorder.end_step(self.step, Position(1, self.step))
 
     def copied(self, name: str = WEIGHT) -> torch.Tensor:
         state = read_copy(HeldFiles(lambda: self.folder), UNIT_REPLICATED, self.step)
@@ -191,3 +192,30 @@ def test_before_a_gradient_leaves_and_before_an_end_is_looked_at_the_copy_is_who
         waits.join(0.2)
         assert waits.is_alive()
     waits.join()
+
+
+def test_where_only_some_steps_are_copied_what_the_rank_had_for_itself_is_in_the_copy(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, every=3)
+    streams = {}
+    for _ in range(8):
+        loop.train()
+        streams[loop.step] = torch.get_rng_state()
+    loop.recorder.finish_copy()
+    assert {one.step for one in loop.source.whole_copies()} == {3, 6}
+    for step in (3, 6, 8):
+        assert loop.source.position(step) == Position(1, step)
+        found = loop.source.local_states([0], step)[0]
+        assert (found.exact, found.meta.slot["step"]) == (True, step)
+        (stream,) = [bytes(source) for spec, source in found.tensors if spec.name == "local/0/rng/torch"]  # type: ignore[arg-type]
+        assert stream == streams[step].numpy().tobytes()
+    lost = loop.source.local_states([0], 5)[0]
+    assert (lost.exact, lost.tensors) == (False, []), "the control"
+
+
+def test_state_that_has_moved_for_the_first_time_after_the_copied_step_is_told(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, every=4)
+    for _ in range(7):
+        loop.train()
+        if loop.step == 6:
+            loop.net[0].calls = 1
+    assert [loop.source.local_states([0], step)[0].exact for step in (7, 4)] == [True, False]

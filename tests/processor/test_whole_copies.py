@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.meta import EMPTY_UNIT
-from lastwords.checkpoint.part import UnitState
+from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
+from lastwords.checkpoint.part import LocalState, UnitState
+from lastwords.checkpoint.reason import Reason
 from lastwords.errors import IncompleteError, UnavailableError
 from lastwords.processor import whole_copies as module
 from lastwords.processor.held_files import HeldFiles
-from lastwords.processor.whole_copies import WholeCopies, read_copy, whole_copies
+from lastwords.processor.whole_copies import WholeCopies, read_copy, read_local, whole_copies
 from lastwords.vocabulary import WholeCopy
 from tests import golden
 
@@ -58,6 +59,24 @@ def test_what_another_process_reads_is_what_was_copied(tmp_path: Path) -> None:
     for unit, step in (("u", 1), ("w", 3)):
         with golden.raises(IncompleteError):
             read_copy(files_in(tmp_path), unit, step)
+
+
+def test_what_a_rank_had_for_itself_is_in_the_copy_where_it_was_given(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    spec = TensorSpec("local/3/rng/torch", "U8", (7,))
+    meta = LocalMeta(kind="committed", slot={"epoch": 2, "step": 7})
+    for step in (4, 8):
+        given = LocalState([(spec, bytes([step] * 7))], meta, exact=False, reasons=(Reason(f"of {step}"),))
+        mine.take(step, {"u": state(step)}, given if step == 8 else None)
+    assert mine.local(4) is None
+    for found in (mine.local(8), read_local(files_in(tmp_path), 3, 8)):
+        assert found is not None
+        ((stored, content),) = found.tensors
+        assert (stored, bytes(content)) == (spec, bytes([8] * 7))  # type: ignore[arg-type]
+        assert (found.meta.kind, found.meta.slot) == (meta.kind, meta.slot)
+        assert (found.exact, found.reasons) == (False, (Reason("of 8"),))
+    assert values(read_copy(files_in(tmp_path), "u", 8)) == [8] * 5
+    assert read_local(files_in(tmp_path), 2, 8) is None
 
 
 def interrupted(mine: WholeCopies, step: int) -> None:

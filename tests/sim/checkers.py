@@ -8,6 +8,7 @@ saver and the controller crash between the steps of the protocol.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 from lastwords.vocabulary import Share, whole_units
 from tests.sim.job import Job
@@ -98,14 +99,14 @@ def i3_what_can_be_saved_is_saved(job: Job, ledger: Ledger) -> Iterator[str]:
                 stands = [f"rank {rank}: {list(ledger.ranks[rank].reach)}" for rank in able]
                 yield f"every unit had a healthy holder, but no common step was published; in reach: {stands}"
                 return
-    # With whole copies at most one step is lost, whenever those die who are not left.
+    # With whole copies no more steps are lost than lie between two of them, whenever those die who are not left.
     newest = max((record.ended for _, record in survivors), default=0)
     able = {rank for rank, _ in survivors}
     every = all(
         rank in able or (record.whole and not record.ill and any(job.hosts[one] == job.hosts[rank] for one in able))
         for rank, record in enumerate(ledger.ranks)
     )
-    if job.copies and every and newest - 1 > job.start_step:
+    if job.copies and every and newest - job.copies > job.start_step:
         yield f"each part was held by somebody or in a copy, but nothing was published; step {newest} had ended"
 
 
@@ -139,7 +140,8 @@ def i4_no_survivor_is_set_back(job: Job, ledger: Ledger) -> Iterator[str]:
         for rank, record in enumerate(ledger.ranks):
             if ledger.survives(rank, job.targets) and record.ended > publication.step:
                 gave_up = job.copies or any(other.gave_up for other in ledger.ranks)
-                if gave_up and not any(_can_be_had(job, ledger, record.ended, target) for target in job.targets):
+                later = range(publication.step + 1, record.ended + 1)
+                if gave_up and not any(_can_be_had(job, ledger, *at) for at in product(later, job.targets)):
                     continue
                 yield f"step {publication.step} was published, but healthy rank {rank} had ended step {record.ended}"
 

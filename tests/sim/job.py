@@ -26,7 +26,8 @@ class Job:
     skips_gate: deliberately wrong: a rank that skips a step does not come to its gate.
     schedule: of the periodic checkpoints.
     shared: units are large, so that they are written in shares.
-    copies: each rank keeps two whole copies of its units, of the steps that it has ended last, in its host's memory.
+    copies: each rank keeps two whole copies of its units, of the last steps it has ended whose numbers this divides, in
+        its host's memory; 0: none.
     """
 
     hosts: tuple[int, ...]
@@ -45,7 +46,7 @@ class Job:
     skips_gate: bool = False
     schedule: Schedule = NO_SCHEDULE
     shared: bool = False
-    copies: bool = False
+    copies: int = 0
 
     @property
     def world_size(self) -> int:

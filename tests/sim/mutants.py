@@ -185,6 +185,12 @@ MUTANTS: Mapping[str, Mutant] = {
         ("i3_what_can_be_saved_is_saved",),
         seeds=(1000088, 1000189),
     ),
+    "one-step-back": Mutant(
+        "of the steps that were copied only the one before the newest is tried",
+        {f"{_SELECTION}._steps_before": lambda survey, lowest: [lowest - 1]},
+        ("i3_what_can_be_saved_is_saved",),
+        seeds=(1000021, 1000361),
+    ),
     "mixed-copies": Mutant(
         "whole copies of different steps make up a checkpoint",
         {f"{_SELECTION}._readers": _any_copy, "tests.sim.world.World._copied": _whichever_copy},

@@ -232,7 +232,7 @@ def _draw(seed: int, with_death: bool) -> Plan:
     job = dataclasses.replace(_draw_job(dice), shared=random.Random(f"shares of {seed}").random() < SHARED)
     if seed >= COPIES_FROM:
         alone = tuple((UNIT_REPLICATED, f"rank{rank}") for rank in range(job.world_size))
-        job = dataclasses.replace(job, units=alone, copies=True, shared=False)
+        job = dataclasses.replace(job, units=alone, copies={0: 3, 1: 2}.get(seed % 5, 1), shared=False)
     faults: list[Fault] = []
     if with_death:
         faults.append(_draw_fault(dice, job, "kill", in_incident=False))

@@ -149,8 +149,8 @@ class Trainer:
             self.filling = None
 
     def box_has(self, step: int) -> bool:
-        """Whether the rank-local state of `step` can be read from its black box, dead or alive."""
-        return step in self.box_committed or step == self.box_tentative
+        """Whether the rank-local state of `step` can be read, dead or alive: from its black box or a whole copy."""
+        return step in self.box_committed or step == self.box_tentative or step in dict(self.record.whole)
 
     def reach(self) -> tuple[int, ...]:
         """Steps that its weights are of, or would be of after an update from final gradients."""
@@ -429,7 +429,7 @@ class World:
             return
         if step > trainer.box_committed[1]:
             trainer.box_committed = (trainer.box_committed[1], step)
-        if self.job.copies and step not in dict(trainer.record.whole):
+        if self.job.copies and not step % self.job.copies and step not in dict(trainer.record.whole):
             trainer.begin_copy()
             trainer.filling = step, trainer.record.held
             trainer.fill_copy(ENDED)
