@@ -165,7 +165,7 @@ def _whole(name: str, stored: Sequence[tuple[int, TensorSpec]]) -> Whole:
     axis = next((axis for axis, at in enumerate(stored[-1][1].offsets) if at != first.offsets[axis]), 0)
     pieces = [Piece((0,) * len(shape), stored[0][0], first)]
     for number, spec in stored[1:]:
-        at = (0,) * len(shape) if not shape else (*(0,) * axis, shape[axis], *(0,) * (len(shape) - axis - 1))
+        at = (*(0,) * axis, shape[axis], *(0,) * (len(shape) - axis - 1)) if shape else ()
         follows = tuple(base + more for base, more in zip(first.offsets, at, strict=True))
         same = (spec.dtype, spec.global_shape) == (first.dtype, first.global_shape)
         if not shape or not same or not spec.nbytes or spec.offsets != follows or not _alike(spec, first, axis):

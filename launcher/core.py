@@ -84,7 +84,7 @@ class LauncherCore:
     _held: dict[int, Waiting] = field(default_factory=dict)
     """Of ranks whose version of the user's code is not known."""
     _failed_loop: int = 0
-    """Of the loops that `main` has in turn, the one in which processes have ended since the entry is over."""
+    """Of the loops that `main` has in turn, the one in which processes have ended since the entry is over; else 0."""
     _leaving: bool = False
     """A rank has left `main` since the entry was over."""
     _keep_due_s: float | None = None
@@ -337,7 +337,7 @@ class LauncherCore:
         """Nobody looks after this loop any more. All ranks have come to its end, those that have died since as well."""
         self._ranks.note(rank, begun=False, over=True)
         one = self._ranks[rank]
-        if self._healing and one.place is Place.IN_MAIN and one.loops >= self._failed_loop > 0:
+        if one.place is Place.IN_MAIN and one.loops >= self._failed_loop > 0:
             return self._stop(f"a process has ended after its training loop was over: {self._crashes.last}")
         return []
 

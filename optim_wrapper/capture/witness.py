@@ -119,7 +119,7 @@ class Witness:
         self.modules_change = False
         """Whether a whole module has been put in another one's place: only a look finds its tensors then."""
         self._shared: list[StateName] = []
-        self._shared_sum = 0
+        self._shared_sum: int
         self._lying: _Lying
         self._enrol({})
 

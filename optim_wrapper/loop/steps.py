@@ -308,7 +308,7 @@ class Steps:
             batches, iterator = here.step * self._accumulate, self._carried.open(loader)
         elif self._placed:
             iterator = iter(loader)
-        elif self._data == "skip" and batches < facts.batches:
+        elif self._data == "skip":
             iterator = skipping_iterator(loader, facts, batches)
         if iterator is None:
             iterator = open_epoch(loader, facts, late=late)

@@ -313,6 +313,22 @@ def test_and_no_more_than_that_and_the_others_get_nothing_of_it() -> None:
     golden.says(job.logs())
 
 
+def test_each_of_several_that_come_back_late_has_its_own_time() -> None:
+    job = JobDriver(4)
+    job.kill(3)
+    for rank in (1, 2):
+        job.close(rank)
+    job.wait(12.0)  # rank 0 updates, for long
+    job.hello(1)
+    job.wait(2.0)
+    job.hello(2)
+    job.settle(0, computing(5))
+    job.wait(13.0)
+    golden.says(job.logs())
+    job.settle(2, computing(6))
+    assert job.sent(Save)[2].step == 6
+
+
 def test_the_newest_of_several_answers_counts_whatever_their_order() -> None:
     job = JobDriver(3)
     job.kill(2)

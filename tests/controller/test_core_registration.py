@@ -344,6 +344,13 @@ def test_a_rank_that_died_when_all_seemed_done_is_missed_when_another_goes_on(do
     assert "rank 1 died" in job.sent(Freeze)[0].reason
 
 
+def test_no_rank_is_done_where_others_have_left_after_different_steps() -> None:
+    job = finishing((0, 0), (1,), 20)
+    left(job, 2, 21)
+    job.kill(1)
+    assert sorted(job.sent(Freeze)) == [0, 2]
+
+
 def test_a_lost_connection_of_a_rank_that_is_done_freezes_nobody() -> None:
     job = finishing((0, 0), (1, 2), 20)
     job.close(1)

@@ -191,15 +191,21 @@ def test_nobody_is_waited_for_who_wrote_for_a_step_that_is_given_up() -> None:
     assert isinstance(job.starts(), StartVerify)
 
 
-def test_one_writer_has_no_more_time_because_another_one_has_finished() -> None:
+@pytest.mark.parametrize("finishes", [True, False], ids=["has finished", "goes on"])
+def test_one_writer_has_no_more_time_because_another_one_is_faster(finishes: bool) -> None:
     job = JobDriver(4, units=("A", "B", "B", "A"))
     job.kill(3)
     for rank in range(3):
         job.settle(rank, computing(5))
     assert sorted(job.sent(Save)) == [0, 1]
+    job.wait(10.0)
     job.progress(1, 1)
-    job.saved(0, 5)
-    job.wait(29.9)
+    job.wait(10.0)
+    if finishes:
+        job.saved(0, 5)
+    else:
+        job.progress(0, 1)
+    job.wait(19.9)
     assert not job.sent(Save)
     job.wait(0.2)
     assert sorted(job.sent(Save)) == [2]
@@ -433,6 +439,10 @@ def test_a_name_that_cannot_be_given_leads_to_the_fallback() -> None:
     assert job.sent(Save)[0].target == 1
     assert job.now_s - began_s <= 2.5, "those who can write to the fallback may not live for long"
     assert not job.discards(), "the complete files stay for a human"
+    for written in range(1, 8):
+        job.wait(20.0)
+        job.progress(0, written, attempt=2)
+    assert job.core.state is State.SAVING, "and whoever writes there has time for it"
 
 
 def test_a_name_that_cannot_be_given_without_a_fallback_ends_with_the_reason() -> None:
@@ -684,6 +694,7 @@ def test_a_short_wait_for_the_newer_step_then_the_older_one() -> None:
             job.wait(0.25)
     assert job.sent(Save)[1].step == 5
     assert 1.0 < job.now_s - began_s < 3.0
+    golden.says(job.logs())
 
 
 def test_a_death_while_writers_wait_to_try_again_ends_it_at_once() -> None:

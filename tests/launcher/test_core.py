@@ -69,7 +69,7 @@ def waiting(core: LauncherCore, rank: int, step: int) -> Waiting:
     return Waiting(rank, step, entered=0 if core.place(rank) is Place.IN_MAIN else -1)
 
 
-def test_a_rank_that_comes_makes_no_work_for_each_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_comes_or_leaves_makes_no_work_for_each_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or 16,384 of them keep the launcher busy for minutes."""
     walks = 0
 
@@ -80,7 +80,10 @@ def test_a_rank_that_comes_makes_no_work_for_each_of_all_others(monkeypatch: pyt
 
     shipped = Roster.at
     monkeypatch.setattr(Roster, "at", counted)
-    training(ranks=50)
+    core = training(ranks=50)
+    core.handle(Ended(1, KILLED), 0.0)
+    wait(core, *range(50), step=7)
+    assert core.entry == 1
     assert walks < 10
 
 

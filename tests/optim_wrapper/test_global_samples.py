@@ -134,6 +134,17 @@ def test_the_order_of_what_is_left_is_known_without_the_random_streams_of_the_ep
     assert told(steps) == []
 
 
+def test_an_epoch_of_which_nothing_is_left_does_not_begin_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, facts = run(24, 4, 2, 1, 1)
+    own = loader(24, 2, 0, 2)
+    carried, _ = carry(facts, 1, 3, own, 1)
+    begun: list[int] = []
+    monkeypatch.setattr(Quiet, "epoch_start", lambda _, epoch: begun.append(epoch))
+    at = ResumeAt(1, 3, lambda: None, lambda: None)
+    assert len([*Steps(own, 2, events=Quiet(), resume=at, onward=Onward(carried))]) == 6
+    assert begun == [2]
+
+
 @pytest.mark.parametrize(
     ("other", "why"),
     [

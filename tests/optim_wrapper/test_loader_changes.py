@@ -208,6 +208,13 @@ def test_a_sampler_that_counts_its_epochs_goes_on_where_it_was(epoch: int, step:
         assert resumed(whole, make, epoch, step, epochs=3).record != after(whole.record, epoch, step)
 
 
+@pytest.mark.process
+def test_workers_that_persist_begin_each_epoch_once() -> None:
+    sampler = Counted()
+    whole_run(lambda: DataLoader(Items(), BATCH, sampler=sampler, num_workers=1, persistent_workers=True), epochs=3)
+    assert sampler.begun == 3
+
+
 @pytest.mark.parametrize(("step", "told"), [(BATCHES, False), (BATCHES + 1, True)])
 def test_a_custom_loops_step_that_no_epoch_of_steps_has_is_told(step: int, told: bool) -> None:
     """It may have counted its steps on through all epochs."""

@@ -552,6 +552,20 @@ def test_a_step_is_ended_once_by_its_own_name_and_with_its_last_batch() -> None:
     assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "over 1.1"]
 
 
+def test_no_step_can_be_ended_while_its_batch_is_fetched() -> None:
+    class Hasty(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            for batch in super().__iter__():
+                with golden.raises(ConfigError):
+                    steps.end_early()
+                yield batch
+
+    run = Run()
+    steps = Steps(Hasty([10, 20]), 1, events=run)
+    assert [batch for _, _, batch in steps] == [10, 20]
+    assert run.events == ["epoch 1", "begin 1.1", "end 1.1", "begin 1.2", "end 1.2"]
+
+
 def test_a_whole_loop_leaves_nothing_under_way() -> None:
     run = Run()
     steps = run.steps = Steps([10, 20], 1, events=run)

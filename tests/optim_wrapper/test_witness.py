@@ -285,6 +285,17 @@ def test_all_that_a_checkpoint_holds_is_watched_where_it_stands() -> None:
     assert all(slot.table is not None and slot.table[slot.key] is slot.tensor for slot in slots.values())
 
 
+def test_what_lies_in_lists_and_dicts_of_an_optimizers_state_is_watched_too() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    factors, history = {"left": torch.ones(2)}, [torch.ones(3)]
+    optimizer.state[model.weight] = {"factors": factors, "history": history}
+    slots = dict(tensors_of(UnitView(model, optimizer), frozenset))
+    left = slots[StateName("optim", "weight", "factors.left")]
+    assert (left.tensor, left.table, left.key) == (factors["left"], factors, "left")
+    assert slots[StateName("optim", "weight", "history.0")].tensor is history[0]
+
+
 def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
     tables = {"a": {"m": torch.ones(2)}, "b": {"m": torch.ones(2)}}
     witness = Witness(lambda: state(tables))
@@ -303,6 +314,11 @@ def test_a_parameter_that_stands_in_no_table_is_named_when_it_is_another_one() -
     witness.look()
     loose[StateName("model", "w")] = Slot(torch.ones(3))
     assert witness.replaced() == [StateName("model", "w")]
+    witness.look()
+    since = witness.mark()
+    assert moved(witness, since) == []
+    count(loose[StateName("model", "w")].tensor)
+    assert moved(witness, since) == ["w"]
 
 
 def test_in_whose_place_nothing_stands_is_named_unless_an_update_may_have_taken_it_out() -> None:
@@ -344,6 +360,8 @@ def test_one_that_is_replaced_in_every_step_is_looked_at_where_it_stands() -> No
     witness.look()
     since = witness.mark()
     assert (witness.replaced(), moved(witness, since)) == ([], [])
+    count(table["m"])
+    assert moved(witness, since) == ["a"]
     table["m"] = table["m"] * 2
     assert (moved(witness, since), witness.replaced()) == (["a"], [])
     with torch.inference_mode():
@@ -458,6 +476,13 @@ def test_the_checksum_is_of_the_tensors_bytes_and_of_no_others(form: tuple[int, 
         changed = [witness.checksum(step) for step in range(ROUNDS)]
         assert changed != sums[-1], "the first bytes are looked at in one of the rounds"
     assert sums[0] == sums[1]
+
+
+def test_whether_the_checksum_looks_at_all_that_is_shared_is_said() -> None:
+    names = [StateName("model", name) for name in ("whole", "empty", "begins within a word")]
+    witness = of({"whole": torch.ones(4), "empty": torch.empty(0), "begins within a word": torch.ones(9)[1:8]})
+    assert witness.share(names[:2])
+    assert not witness.share(names)
 
 
 def test_a_look_finds_the_one_tensor_among_many_that_is_another_one() -> None:
