@@ -87,7 +87,7 @@ class StepRecorder:
         beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
         apart = [*(extras or {}).values(), *(local_extras or {}).values(), *optimizers]
         self.attributes = attributes.of_job(
-            self.view, optimizers, self.ledger, self.own.of_optimizers, beside, apart if variables else None
+            self.view, optimizers, self.ledger, self.own.of_optimizers, beside, apart, variables
         )
         self._digests = b""
         self.source: TrainerSource | None = None

@@ -54,6 +54,7 @@ from lastwords.vocabulary import UNIT_REPLICATED
 
 _log = logging.getLogger(__name__)
 
+_BESIDE_SHOWN = 6
 _STATE = "state "
 
 EARLIER_MOVE = Reason(
@@ -86,6 +87,7 @@ class Resumed:
     last_named: Position | None = None
     moved: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def position(self) -> Position | None:
@@ -121,6 +123,14 @@ def resume_from(
         _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
         for reason in resumed.reasons:
             _log.warning("lastwords: not exact, because %s", reason)
+        if names := resumed.beside:
+            more = f" and {len(names) - _BESIDE_SHOWN} more" if len(names) > _BESIDE_SHOWN else ""
+            _log.warning(
+                "lastwords: the saved run's loop had changed %s%s, which no checkpoint has: what of it the loop reads "
+                "belongs into extras",
+                ", ".join(names[:_BESIDE_SHOWN]),
+                more,
+            )
     return resumed
 
 
@@ -238,6 +248,7 @@ def _restore(
         last_named=last_named(manifest),
         moved=moved,
         groups=groups_of([unit.meta for unit in manifest.units.values()]),
+        beside=tuple(run.beside or ()),
     )
 
 

@@ -25,6 +25,9 @@ class ResumePoint:
     exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
     In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
     groups: names of the parameters in each of the optimizer's param groups, those that were added on the way included.
+    beside: names of what the saved run's loop had changed in variables, closures and globals, and in objects that these
+    lead to: it is as this process has made it. What of it the loop reads belongs into `extras`; `exact` says nothing of
+    it.
     """
 
     epoch: int | None
@@ -34,6 +37,7 @@ class ResumePoint:
     reasons: tuple[str, ...] = ()
     path: str = ""
     groups: tuple[tuple[str, ...], ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> ResumePoint | None:
@@ -93,4 +97,5 @@ def point_of(manifest: Manifest, path: Path) -> ResumePoint:
         tuple(map(str, manifest.reasons)),
         str(path),
         groups_of([unit.meta for unit in manifest.units.values()]),
+        tuple(manifest.run.beside or ()),
     )

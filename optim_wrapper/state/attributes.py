@@ -28,6 +28,7 @@ from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.state.beside import Beside
 from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
 from lastwords.optim_wrapper.state.object_walk import (
     CODE,
@@ -119,8 +120,7 @@ class Attributes:
 
     saved: tensors that a checkpoint has anyway, by name. spoken: what else it has, of optimizers with a state_dict() of
     their own: an attribute that is part of that is not looked at. beyond: objects of the job of whose attributes only
-    the random generators count. apart: extras, which are saved as such, where variables lead to state as well; None:
-    they do not.
+    the random generators count. apart: extras, which are saved as such. variables: they lead to state as well.
     """
 
     def __init__(
@@ -130,11 +130,14 @@ class Attributes:
         ledger: Ledger | None = None,
         spoken: Mapping[str, OwnState] | None = None,
         beyond: Mapping[str, Any] | None = None,
-        apart: Iterable[Any] | None = None,
+        apart: Iterable[Any] = (),
+        variables: bool = False,
     ) -> None:
         self._roots = dict(roots)
-        self._with_variables = apart is not None
-        self._apart = frozenset(map(id, apart or ()))
+        self._with_variables = variables
+        self._extras = [*apart]
+        self._apart = frozenset(map(id, self._extras))
+        self._beside = Beside(_mark)
         self._thread = 0
         self._variables: dict[str, dict[str, int]] = {}
         """Of the functions that run the loop: the objects that their variables held when it began."""
@@ -195,7 +198,25 @@ class Attributes:
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
         self._roots, self._walk, self._first, self._moved, self._variables = {}, Walk({}, {}), {}, {}, {}
+        self._extras = []
+        self._beside.let_go()
         self.generators.let_go()
+
+    def loop_begins(self) -> None:
+        """What variables and globals hold now, the loop has not changed."""
+        try:
+            self._beside.begin(self._walk, self._saved(), self._extras)
+        except Exception as error:  # of objects that nobody has foreseen: handed to the log, as nothing of it is saved
+            _log.info("what variables and globals hold is not looked at: %r", error)
+            self._beside.let_go()
+
+    def beside(self) -> list[str]:
+        """Names of what the loop has changed and no checkpoint has. Any thread, while no step is computed."""
+        try:
+            names = self._beside.changed(self._walk, self._saved(), self._extras)
+        except Exception as error:  # of objects that nobody has foreseen: handed to the checkpoint
+            return [f"what cannot be looked at ({error!r:.200})"]
+        return [name for name in names if not self.ledger.forgets(name)]
 
     def look(self, *, beyond: bool = False) -> None:
         """See what has moved. beyond: search for random generators wherever the user's code may have them, too."""
@@ -452,7 +473,8 @@ def of_job(
     ledger: Ledger,
     spoken: Mapping[str, OwnState],
     beyond: Mapping[str, Any],
-    apart: Iterable[Any] | None = None,
+    apart: Iterable[Any] = (),
+    variables: bool = False,
 ) -> Attributes:
     """Those of the model and of all optimizers."""
     roots: dict[str, Any] = {"model": view.model}
@@ -469,7 +491,7 @@ def of_job(
         every |= {f"buffer {name}": one for name, one in buffers if not is_composite(one)}
         return every | {f"trained {number}": one for number, one in enumerate(view.trained)}
 
-    return Attributes(roots, saved, ledger, spoken, beyond, apart)
+    return Attributes(roots, saved, ledger, spoken, beyond, apart, variables)
 
 
 def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:

@@ -340,7 +340,7 @@ class Walk:
             return Place(_kind(value), NAMED_TUPLE), *items
         if is_walked(value):
             return Place(self._meet(path, value), _kind(value))
-        if _has(kind, "__next__", "fileno", "acquire"):
+        if has(kind, "__next__", "fileno", "acquire"):
             return CODE
         return value if _is_storable(value) else Place("", _kind(value))
 
@@ -463,15 +463,23 @@ class Beyond(Walk):
 
     _values = False
 
-    def __init__(self, walk: Walk, roots: Mapping[str, Any]) -> None:
+    def __init__(self, walk: Walk, roots: Mapping[str, Any], saved: Mapping[str, torch.Tensor] | None = None) -> None:
         self._walk = walk
-        super().__init__(roots, {})
+        super().__init__(roots, saved or {})
+
+    def _met_before(self) -> None:
+        # What variables lead to is met here anew, from where it would have been met before the loop began.
+        known = (self._walk._paths, self._walk._containers)
+        self._paths, self._containers = ({one: at for one, at in of.items() if VARIABLES not in at} for of in known)
+
+    def _running(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        for frame in user_frames():
+            if self._only is None or called(frame) in self._only:
+                yield called(frame), locals_of(frame)
 
     def _go(self) -> None:
         walk = self._walk
-        # What variables lead to is met here anew, from where it would have been met before the loop began.
-        known = (walk._paths, walk._containers)
-        self._paths, self._containers = ({one: at for one, at in of.items() if VARIABLES not in at} for of in known)
+        self._met_before()
         self._drawn = {*walk._drawn}
         self._room += len(self._paths) + len(self._containers)
         self._names("", self._roots)
@@ -480,9 +488,8 @@ class Beyond(Walk):
             for path, one in walk.objects.items():
                 if VARIABLES not in path:
                     self._of_class(type(one))
-        for frame in user_frames():
-            if self._only is None or called(frame) in self._only:
-                self._names(called(frame), locals_of(frame))
+        for place, held in self._running():
+            self._names(place, held)
         for module, names in user_modules() if self._only is None else named_modules(self._only):
             self._names(module, names)
         self._go_on()
@@ -492,7 +499,11 @@ class Beyond(Walk):
         for key in [*names] if self._only is None else self._only.get(place, ()):
             if key in names and not key.startswith("__"):
                 self._at = place, key
-                self.told(names[key], f"{place}.{key}" if place else key, 0)
+                self._hold(place, key, names[key], f"{place}.{key}" if place else key)
+
+    def _hold(self, place: str, key: str, value: Any, path: str, depth: int = 0) -> None:
+        """A value that lies at a place."""
+        self.told(value, path, depth)
 
     def _meet(self, path: str, one: Any) -> str:
         self._of_class(type(one))
@@ -519,12 +530,12 @@ class Beyond(Walk):
             parts = {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__, **value.__dict__}
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 try:
-                    self.told(cell.cell_contents, f"{path}.{name}", depth + 1)
+                    self._hold(path, name, cell.cell_contents, f"{path}.{name}", depth + 1)
                 except ValueError:  # not filled yet
                     continue
         self._paths[id(value)] = path
         for name, part in parts.items():
-            self.told(part, f"{path}.{name}", depth + 1)
+            self._hold(path, name, part, f"{path}.{name}", depth + 1)
 
     def _of_class(self, kind: type[Any]) -> None:
         """Attributes of a class of the user's, and of its bases."""
@@ -532,10 +543,10 @@ class Beyond(Walk):
             if id(owner) in self._paths or not _is_of_the_user(owner):
                 continue
             self._paths[id(owner)] = ""
-            at = self._at
+            at, place = self._at, f"{owner.__module__}.{owner.__qualname__}"
             for name, value in [*vars(owner).items()]:
                 if not name.startswith("__"):
-                    self.told(value, f"{owner.__module__}.{owner.__qualname__}.{name}", 0)
+                    self._hold(place, name, value, f"{place}.{name}")
             self._at = at
 
 
@@ -659,7 +670,7 @@ def is_walked(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, _NO_DATA) or own_of(value) is None:
         return False
-    return issubclass(kind, _WALKED) or (not _has(kind, "__next__", "fileno") and _is_of_the_user(kind))
+    return issubclass(kind, _WALKED) or (not has(kind, "__next__", "fileno") and _is_of_the_user(kind))
 
 
 def own_of(value: Any) -> Any:
@@ -689,7 +700,7 @@ def fill(one: Any, content: Any) -> None:
     (kind.update if issubclass(kind, dict) else kind.extend)(one, content)
 
 
-def _has(kind: type[Any], *names: str) -> bool:
+def has(kind: type[Any], *names: str) -> bool:
     """Whether a class has one of these, whatever its metaclass does when it is asked."""
     return any(name in vars(owner) for owner in kind.__mro__ for name in names)
 

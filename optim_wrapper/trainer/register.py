@@ -232,7 +232,8 @@ class TFTRegister:
             own_loop.look_at_first_forward(
                 self._model, self._recorder.streams, resumed.global_step, lambda: run.steps is None
             )
-        return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, str(resumed.path), resumed.groups)
+        place, groups = str(resumed.path), resumed.groups
+        return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, place, groups, resumed.beside)
 
     def restore_streams(self) -> None:
         """In a resumed loop of one's own: put the random streams back to where `resume()` found them.

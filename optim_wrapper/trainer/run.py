@@ -270,6 +270,7 @@ class ProtectedRun(Run):
         self.recorder.open_box(self.protection.use_box, at_gate=self._layout.gate is not None)
 
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
+        self.recorder.attributes.loop_begins()
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
@@ -376,5 +377,5 @@ class ProtectedRun(Run):
     def _manifest_facts(self, step: int) -> dict[str, Any]:
         data = None if self.steps is None else self.steps.facts(self.world.size)
         buckets = self.buckets.record(step) if self.recorder.units.pure else None
-        forgotten = self.recorder.ledger.forgotten or None
-        return replace(self.facts, data=data, buckets=buckets, forgotten=forgotten).to_json()
+        beside, forgotten = self.recorder.attributes.beside() or None, self.recorder.ledger.forgotten or None
+        return replace(self.facts, data=data, buckets=buckets, forgotten=forgotten, beside=beside).to_json()

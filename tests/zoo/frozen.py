@@ -4,9 +4,10 @@ The tests compare with it what comes of a recipe today. `make verdicts` runs the
 of docs/exactness.md: review the diff. `python -m tests.zoo.frozen RESULTS.jsonl` writes both from what runs with
 LASTWORDS_ZOO_RESULTS=RESULTS.jsonl have noted.
 
-Outcomes: "exact" (equal, and called so), "told" (not exact; with the reasons that were given), "silent" (called exact,
-but bits differ: a known defect; with what differs first), "unreachable" (the same, declared out of scope by the
-recipe), "nothing" (nobody could save). A phase whose outcome depends on timing may list several.
+Outcomes: "exact" (equal, and called so), "told" (not exact; with the reasons that were given), "named" (bits differ
+because of something that is saved by nobody, and that `resume()` names; with what differs first), "silent" (bits
+differ, and nothing is said: a defect), "nothing" (nobody could save). A phase whose outcome depends on timing may list
+several.
 """
 
 from __future__ import annotations
@@ -42,19 +43,14 @@ def frozen() -> dict[str, dict[str, Outcomes]]:
     return found
 
 
-def outcome_of(card: Card, kind: str) -> str:
-    """The kind of a verdict, but for a difference that is documented to go unnoticed."""
-    return "unreachable" if kind == "silent" and card.silent else kind
-
-
 def said_of(verdict: Verdict) -> list[str]:
-    """What is frozen beside the outcome: the reasons, or where a silent resume first differs."""
-    return [verdict.where] if verdict.kind == "silent" else list(verdict.reasons)
+    """What is frozen beside the outcome: the reasons, or where a resume that is called exact first differs."""
+    return [verdict.where] if verdict.kind in ("silent", "named") else list(verdict.reasons)
 
 
 def mismatch(card: Card, phase: str, verdict: Verdict, known: Outcomes | None) -> str:
     """What differs between a verdict and the frozen one; empty if nothing does."""
-    outcome, said = outcome_of(card, verdict.kind), said_of(verdict)
+    outcome, said = verdict.kind, said_of(verdict)
     if known is None:
         return f"{card.name} killed in {phase} has no frozen verdict; today's is {outcome}: {verdict.text}"
     if outcome in known:
@@ -70,7 +66,7 @@ def mismatch(card: Card, phase: str, verdict: Verdict, known: Outcomes | None) -
 
 def _alike(card: Card, phase: str, verdict: Verdict, known: list[str]) -> bool:
     """Whether the same has come of a kill at another instant: which step is saved may differ."""
-    if verdict.kind == "silent":
+    if verdict.kind in ("silent", "named"):
         return verdict.where.partition(" ")[0] in {where.partition(" ")[0] for where in known}
     if card.words(phase):
         return not verdict.problem(card, phase)
@@ -87,7 +83,7 @@ def of_results(lines: Iterable[str]) -> dict[str, dict[str, dict[str, list[str]]
             raise SystemExit(f"{card.name} killed in {item['phase']} is broken, and nothing is frozen:\n{item['text']}")
         outcomes = found[card.name].setdefault(item["phase"], {})
         verdict = Verdict(item["kind"], item.get("text", ""), tuple(item["reasons"]), where=item.get("where", ""))
-        said = outcomes.setdefault(outcome_of(card, verdict.kind), [])
+        said = outcomes.setdefault(verdict.kind, [])
         said += [one for one in said_of(verdict) if one not in said]
     return found
 

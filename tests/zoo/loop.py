@@ -255,7 +255,8 @@ class Card:
 
     phases: where a rank may die, and in which step. told: phase, or "all" -> words, of which the reasons have to hold
     one, where "not exact" is an answer; everywhere else the resumed run has to be equal. nothing: phases in which
-    there may be nothing to save. silent: state that is documented to be out of reach. price: what exactness costs the
+    there may be nothing to save. beside: names, of which one is named where the run differs, since the state is saved
+    by nobody. price: what exactness costs the
     user, or the job. heavy: left to the thorough run. needs: the mechanism without which it goes wrong silently.
     """
 
@@ -265,7 +266,7 @@ class Card:
     phases: Mapping[str, int]
     told: Mapping[str, Words] = field(default_factory=dict)
     nothing: Words = ()
-    silent: bool = False
+    beside: Words = ()
     price: str = ""
     heavy: bool = False
     needs: str = ""

@@ -101,7 +101,7 @@ def draw(seed: int, number: int) -> str:
     True
     """
     rng = random.Random(f"{seed}:{number}")
-    able = [card for card in CARDS.values() if card.mixes and not card.silent and not card.heavy]
+    able = [card for card in CARDS.values() if card.mixes and not card.beside and not card.heavy]
     able = [card for card in able if card.loop.__module__ != recipes_strangers.__name__]  # they have known holes
     count = rng.randint(2, MOST)
     chosen: list[Card] = []

@@ -175,7 +175,8 @@ def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: S
         if plan["recover"]:
             point = tft.resume()
             done = loop.step = point.global_step
-            recorder.write("resumed", done, values=recorder.state(), exact=point.exact, reasons=point.reasons)
+            said = {"exact": point.exact, "reasons": point.reasons, "beside": point.beside}
+            recorder.write("resumed", done, values=recorder.state(), **said)
         loop.resumed()
         loop.end_step = tft.step_end
 

@@ -263,7 +263,7 @@ class ByolBefore(Byol):
         self.follow()
 
 
-@recipe("counter", "a Python counter of a module: out of reach", "bwd", silent=True, mixes=False)
+@recipe("counter", "a Python counter of the loop, which scales the loss", "bwd", beside=("count",), mixes=False)
 class Counter(Loop):
     count = 0
 

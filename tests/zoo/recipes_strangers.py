@@ -153,7 +153,12 @@ class DropoutRate(Loop):
 # ---------------------------------------------------------------------- on the loop
 
 
-@recipe("slow_weights", "Lookahead by hand: every 2nd step, slow weights in a list of the loop", "fwd@6 win@5 end@3")
+@recipe(
+    "slow_weights",
+    "Lookahead by hand: every 2nd step, slow weights in a list of the loop",
+    "fwd@6 win@5 end@3",
+    beside=("slow",),
+)
 class SlowWeights(Loop):
     def setup(self) -> None:
         super().setup()
@@ -168,7 +173,9 @@ class SlowWeights(Loop):
                     p.copy_(slow)
 
 
-@recipe("target_net", "a target network of the loop, synchronised every 3rd step", "fwd@5 win@7 bwd")
+@recipe(
+    "target_net", "a target network of the loop, synchronised every 3rd step", "fwd@5 win@7 bwd", beside=("target",)
+)
 class TargetNet(Loop):
     def setup(self) -> None:
         super().setup()
@@ -185,7 +192,12 @@ class TargetNet(Loop):
             self.target.load_state_dict(self.bare.state_dict())
 
 
-@recipe("loss_average", "each loss is divided by a running average, a float of the loop", "fwd@6 bwd win@3")
+@recipe(
+    "loss_average",
+    "each loss is divided by a running average, a float of the loop",
+    "fwd@6 bwd win@3",
+    beside=("average",),
+)
 class LossAverage(Loop):
     accumulate = 2
 
@@ -199,7 +211,12 @@ class LossAverage(Loop):
         return loss / self.average
 
 
-@recipe("hard_replay", "the worst sample of each batch is replayed from a deque, in a custom loop", "fwd@6 win@4 end")
+@recipe(
+    "hard_replay",
+    "the worst sample of each batch is replayed from a deque, in a custom loop",
+    "fwd@6 win@4 end",
+    beside=("hard",),
+)
 class HardReplay(Loop):
     own_loop = True
 
@@ -218,7 +235,12 @@ class HardReplay(Loop):
         return losses.mean()
 
 
-@recipe("auto_clip", "AutoClip: clips at a percentile of all gradient norms, a list of floats", "fwd@6 bwd win@4")
+@recipe(
+    "auto_clip",
+    "AutoClip: clips at a percentile of all gradient norms, a list of floats",
+    "fwd@6 bwd win@4",
+    beside=("norms",),
+)
 class AutoClip(Loop):
     ranks = 3
 
@@ -249,7 +271,12 @@ class LossScale:
             self.scale, self.good = self.scale * 2, 0
 
 
-@recipe("loss_scale", "dynamic loss scaling by hand: an object with a float and a counter", "fwd@6 win@7 end@5")
+@recipe(
+    "loss_scale",
+    "dynamic loss scaling by hand: an object with a float and a counter",
+    "fwd@6 win@7 end@5",
+    beside=("scaler",),
+)
 class HandScaler(Loop):
     def setup(self) -> None:
         super().setup()
@@ -280,7 +307,12 @@ class Reader(nn.Module):
         return self.out(states[:, -1]), hidden
 
 
-@recipe("carried_hidden", "truncated BPTT: the hidden state goes from batch to batch, custom loop", "fwd@6 bwd end@3")
+@recipe(
+    "carried_hidden",
+    "truncated BPTT: the hidden state goes from batch to batch, custom loop",
+    "fwd@6 bwd end@3",
+    beside=("hidden",),
+)
 class CarriedHidden(Loop):
     own_loop = True
 
@@ -315,7 +347,7 @@ class Bandit:
         self.temperature *= 0.7
 
 
-@recipe("bandit", "a bandit with falling temperature chooses the augmentation", "fwd@6 win@5 end@7")
+@recipe("bandit", "a bandit with falling temperature chooses the augmentation", "fwd@6 win@5 end@7", beside=("bandit",))
 class BanditAugments(Loop):
     ranks = 3
 
@@ -338,7 +370,12 @@ class BanditAugments(Loop):
 RUNNING = {"loss": 1.0}
 
 
-@recipe("module_global", "noise in proportion to a running loss, kept in a global of the script", "fwd@6 win@7")
+@recipe(
+    "module_global",
+    "noise in proportion to a running loss, kept in a global of the script",
+    "fwd@6 win@7",
+    beside=("RUNNING",),
+)
 class ModuleGlobal(Loop):
     def before_forward(self, batch: Any) -> Any:
         x, *others = super().before_forward(batch)
@@ -363,7 +400,12 @@ def smoothed(smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
     return criterion
 
 
-@recipe("label_smoothing", "label smoothing falls every 3rd micro-batch, in the criterion's closure", "fwd@6 win@3 bwd")
+@recipe(
+    "label_smoothing",
+    "label smoothing falls every 3rd micro-batch, in the criterion's closure",
+    "fwd@6 win@3 bwd",
+    beside=("criterion",),
+)
 class LabelSmoothing(Loop):
     accumulate = 2
 
@@ -375,7 +417,12 @@ class LabelSmoothing(Loop):
         return self.criterion(self.model(x), y.argmax(1))
 
 
-@recipe("pseudo_labels", "FixMatch: unlabelled batches from a second loader's running iterator", "fwd@6 win@3 epoch")
+@recipe(
+    "pseudo_labels",
+    "FixMatch: unlabelled batches from a second loader's running iterator",
+    "fwd@6 win@3 epoch",
+    beside=("stream",),
+)
 class PseudoLabels(Loop):
     def setup(self) -> None:
         super().setup()
@@ -404,7 +451,9 @@ class Walk:
         return -self.where.abs().mean(1)
 
 
-@recipe("reinforce", "REINFORCE in a custom loop: an environment and a moving baseline", "fwd@6 win bwd@7")
+@recipe(
+    "reinforce", "REINFORCE in a custom loop: an environment and a moving baseline", "fwd@6 win bwd@7", beside=("walk",)
+)
 class Reinforce(Loop):
     own_loop = True
 
@@ -444,7 +493,12 @@ class ImagePool:
         return torch.stack(chosen)
 
 
-@recipe("image_pool", "a GAN with a pool of old fakes; the generator learns every 2nd step", "mid@6 fwd@5 win@7")
+@recipe(
+    "image_pool",
+    "a GAN with a pool of old fakes; the generator learns every 2nd step",
+    "mid@6 fwd@5 win@7",
+    beside=("pool",),
+)
 class Gan(Loop):
     def setup(self) -> None:
         super().setup()
@@ -573,7 +627,9 @@ class Numbered(Loop):
         return others
 
 
-@recipe("sample_losses", "samples weighted by their last loss, in a dict of the loop", "fwd@7 end@3 epoch")
+@recipe(
+    "sample_losses", "samples weighted by their last loss, in a dict of the loop", "fwd@7 end@3 epoch", beside=("seen",)
+)
 class SampleLosses(Numbered):
     def setup(self) -> None:
         super().setup()
@@ -715,7 +771,12 @@ class Evaluated(Loop):
         """What the loop does with it."""
 
 
-@recipe("patience", "halves the rate when the evaluation after step_end() does not improve", "fwd@6 end@5 win@7")
+@recipe(
+    "patience",
+    "halves the rate when the evaluation after step_end() does not improve",
+    "fwd@6 end@5 win@7",
+    beside=("best_loss",),
+)
 class Patience(Evaluated):
     def setup(self) -> None:
         super().setup()
@@ -741,7 +802,12 @@ class PlateauAfter(Evaluated):
         self.plateau.step(loss)
 
 
-@recipe("back_to_best", "returns to the best weights so far if the evaluation got worse", "fwd@6 end@3 win@7")
+@recipe(
+    "back_to_best",
+    "returns to the best weights so far if the evaluation got worse",
+    "fwd@6 end@3 win@7",
+    beside=("best",),
+)
 class BackToBest(Evaluated):
     def setup(self) -> None:
         super().setup()

@@ -119,7 +119,7 @@ class MeanTeacher(Loop):
             mean.lerp_(p, 0.2)
 
 
-@recipe("teacher_hidden", "the same teacher, handed over to nobody: out of reach", "bwd", silent=True, mixes=False)
+@recipe("teacher_hidden", "the same teacher, handed over to nobody", "bwd", beside=("teacher",), mixes=False)
 class TeacherHidden(MeanTeacher):
     def setup(self) -> None:
         super().setup()

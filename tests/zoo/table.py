@@ -14,8 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
 BEGIN, END = "<!-- the zoo's table -->", "<!-- end of the table -->"
 HEAD = "| recipe | what it is | exact | not exact, and told | price |\n|---|---|---|---|---|"
 ORDER = ("fwd", "bwd", "mid", "win", "end", "epoch")
-OUT_OF_REACH = "out of reach: not saved, and not told"
-HOLE = "**a hole**: called exact, and is not, in"
+NAMED, HOLE = "not saved, but named, in", "**a hole**: called exact, and is not, in"
 
 Outcomes = Mapping[str, object]
 """What has come of a phase; a phase in which chance decides has several."""
@@ -26,7 +25,8 @@ def row_text(card: Card, phases: Mapping[str, Outcomes]) -> str:
     told = [phase for phase in ORDER if phases.get(phase, {}).keys() & {"told", "nothing"}]
     exact = [phase for phase in ORDER if "exact" in phases.get(phase, {}) and phase not in told]
     holes = [phase for phase in ORDER if "silent" in phases.get(phase, {})]
-    price = OUT_OF_REACH if card.silent else f"{HOLE} {', '.join(holes)}" if holes else card.price
+    named = [phase for phase in ORDER if "named" in phases.get(phase, {})]
+    price = f"{HOLE} {', '.join(holes)}" if holes else f"{NAMED} {', '.join(named)}" if named else card.price
     return f"| `{card.name}` | {card.what} | {', '.join(exact)} | {', '.join(told)} | {price} |"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests import golden
@@ -13,7 +15,7 @@ from tests.zoo.verdict import Verdict
 
 assert recipes.__doc__
 
-HOLES_MAX = 56
+HOLES_MAX = 0
 """Cases of strangers' loops that are called exact and are not. The number may only fall."""
 
 
@@ -37,8 +39,7 @@ def test_a_recipe_is_told_only_where_it_allows_it_and_only_strangers_have_holes(
             for outcome, reasons in outcomes.items():
                 if card.loop.__module__ == recipes_strangers.__name__:
                     continue  # strangers say what their loop does, and not what they expect
-                kind = "silent" if outcome == "unreachable" else outcome
-                verdict = Verdict(kind, "", tuple(reasons))
+                verdict = Verdict(outcome, "", tuple(reasons))
                 assert not verdict.problem(card, "fwd" if phase == "periodic" else phase), (name, phase)
     assert holes == HOLES_MAX
 
@@ -47,12 +48,12 @@ def test_what_has_been_noted_of_a_phase_is_put_together() -> None:
     lines = [
         '{"recipe": "ema", "phase": "bwd", "kind": "told", "reasons": ["a", "b"]}',
         '{"recipe": "ema", "phase": "bwd", "kind": "exact", "reasons": []}',
-        '{"recipe": "counter", "phase": "bwd", "kind": "silent", "reasons": [], "where": "from step 6 on"}',
+        '{"recipe": "counter", "phase": "bwd", "kind": "named", "reasons": [], "where": "from step 6 on"}',
         '{"recipe": "ema", "phase": "bwd", "kind": "told", "reasons": ["b", "c"]}',
     ]
     found = of_results(lines)
     assert found["ema"] == {"bwd": {"told": ["a", "b", "c"], "exact": []}}
-    assert found["counter"] == {"bwd": {"unreachable": ["from step 6 on"]}}
+    assert found["counter"] == {"bwd": {"named": ["from step 6 on"]}}
     assert text_of({"ema": found["ema"]}) == ('{\n "ema": {\n  "bwd": {"exact": [], "told": ["a", "b", "c"]}\n }\n}\n')
 
 
@@ -82,7 +83,8 @@ OF_EMA = {"told": ["extras['ema'] moved"]}
         ("moco", "bwd", EXACT, {"silent": ["from step 6 on"]}),
         ("moco", "bwd", TOLD, {"silent": ["from step 6 on"]}),
         ("moco", "fwd", NAMELESS, {"silent": ["from step 6 on"]}),
-        ("counter", "bwd", WRONG, {"unreachable": ["from step 6 on"]}),
+        ("counter", "bwd", WRONG, {"named": ["from step 6 on"]}),
+        ("counter", "bwd", LATER, {"named": ["from step 6 on"]}),
         ("actnorm", "epoch", WRONG, {"silent": ["from step 5 on"]}),
         ("error_feedback", "bwd", NONSENSE, {"told": ["a hook's state is not saved"]}),
     ],
@@ -101,7 +103,7 @@ def test_a_verdict_that_is_not_the_frozen_one_is_noticed(
         ("ema", "bwd", TOLD, {"told": ["extras['ema'] was away"]}),
         ("ema", "bwd", EXACT, OF_EMA),
         ("moco", "bwd", NAMELESS, {"silent": ["from step 6 on"]}),
-        ("counter", "bwd", LATER, {"unreachable": ["from step 5 on"]}),
+        ("counter", "bwd", replace(LATER, kind="named"), {"named": ["from step 5 on"]}),
         ("actnorm", "epoch", LATER, {"silent": ["from step 6 on"]}),
     ],
 )

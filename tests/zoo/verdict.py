@@ -32,9 +32,10 @@ class NoLoopError(AssertionError):
 class Verdict:
     """What came of one kill.
 
-    kind: "exact" (equal, and called so), "told" (not exact, and said so), "silent" (called exact, and different),
-    "nothing" (no checkpoint), "broken" (anything that should never happen). where: what was restored wrong, or else the
-    first step that came out different; empty if it is equal.
+    kind: "exact" (equal, and called so), "told" (not exact, and said so), "named" (different, because of something that
+    is not saved, and is named), "silent" (different, and nothing is said), "nothing" (no checkpoint), "broken"
+    (anything that should never happen). where: what was restored wrong, or else the first step that came out
+    different; empty if it is equal.
     """
 
     kind: str
@@ -47,8 +48,8 @@ class Verdict:
     def problem(self, card: Card, phase: str) -> str:
         """Why this is not what the recipe asks for; empty if it is."""
         if self.kind == "exact":
-            return "it is equal, but documented to be out of reach" if card.silent else ""
-        if self.kind == "silent" and card.silent:
+            return ""
+        if self.kind == "named" and card.beside:
             return ""
         if self.kind == "nothing" and phase in card.nothing:
             return ""
@@ -171,7 +172,8 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
     if not all(record["exact"] for record in records):
         return Verdict("told", text, reasons, not difference, step, where)
     if difference:
-        return Verdict("silent", text, reasons, False, step, where)
+        names = {part for record in records for name in record["beside"] for part in name.split(".")}
+        return Verdict("silent" if names.isdisjoint(card.beside) else "named", text, reasons, False, step, where)
     return Verdict("exact", text, reasons, True, step)
 
 

@@ -145,6 +145,11 @@ def variables_unseen() -> None:
     importlib.import_module("lastwords.optim_wrapper.state.attributes").variables = lambda thread: {}
 
 
+def nothing_named() -> None:
+    """Nobody names what variables, closures and globals hold."""
+    importlib.import_module("lastwords.optim_wrapper.state.beside").Beside.changed = nothing
+
+
 def state_out_unseen() -> None:
     """Nobody asks what is missing in the optimizer's state."""
     watch = importlib.import_module("lastwords.optim_wrapper.capture.state_watch")
@@ -192,6 +197,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "habits": habits_forgotten,
     "attributes": attributes_lost,
     "variables": variables_unseen,
+    "names": nothing_named,
 }
 
 

@@ -1,0 +1,217 @@
+"""What the loop changes and no checkpoint has is named, unless it is not carried on; and nothing else is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.state.attributes import Attributes
+from lastwords.optim_wrapper.state.beside import carried_by
+
+HERE = __name__
+RUNNING = {"loss": 1.0}
+
+
+class Meter:
+    window: ClassVar = [0.0]
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Trainer:
+    """Everything that such an object may have; `train` is the loop, which yields at each step's end."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = StepLR(self.optimizer, 1)
+        self.meter, self.history = Meter(), [0.0]
+        self.criterion = falling()
+        self.stream = iter(DataLoader([1, 2, 3]))
+        self.handed = {"best": 1.0}
+        self.settings = {"rate": 0.5}
+
+    def attributes(self, forget: tuple[str, ...] = ()) -> Attributes:
+        roots = {"model": self.model, "optimizer": self.optimizer}
+        saved = lambda: dict(self.model.named_parameters())  # noqa: E731
+        return Attributes(roots, saved, Ledger(forget), apart=[self.handed])
+
+    def train(self, change: Callable[[Trainer], Any]) -> Iterator[int]:
+        best = previous = 0
+        for step in range(9):
+            yield step
+            batch = torch.ones(2)
+            loss = self.model(batch).sum()
+            loss.backward()
+            self.optimizer.step()
+            change(self)
+            best = max(best, step)
+            previous += int(loss > 9)
+        print(best, previous)
+
+
+def falling() -> Callable[[], float]:
+    share = 1.0
+
+    def criterion() -> float:
+        nonlocal share
+        share *= 0.5
+        return share
+
+    return criterion
+
+
+def names(change: Callable[[Trainer], Any], forget: tuple[str, ...] = ()) -> list[str]:
+    """What is named after two steps, in a function that runs the loop."""
+    trainer = Trainer()
+    attributes = trainer.attributes(forget)
+    attributes.begin()
+    steps = trainer.train(change)
+    found: list[str] = []
+    for step in steps:
+        if step == 0:
+            in_frame(steps, attributes.loop_begins)
+        if step == 2:
+            found = in_frame(steps, attributes.beside)
+            break
+    assert not attributes.ledger.reasons
+    return found
+
+
+def in_frame(steps: Iterator[int], call: Callable[[], Any]) -> Any:
+    """As if the loop itself called it: a generator that is not running is on no stack."""
+    frame = steps.gi_frame  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lastwords.optim_wrapper.state.beside.user_frames", lambda thread: [frame])
+        return call()
+
+
+OF_SCHEDULER = ("_last_lr", "_step_count", "last_epoch")
+LOOP = f"Trainer.train() of {HERE}"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda one: None, []),
+        (lambda one: setattr(one.meter, "total", 0.5), ["self.meter.total"]),
+        (lambda one: one.history.append(1.0), ["self.history"]),
+        (lambda one: one.history.__setitem__(0, 1.0), ["self.history"]),
+        (lambda one: setattr(one, "added", 1), ["self.added"]),
+        (lambda one: one.criterion(), ["self.criterion.share"]),
+        (lambda one: next(one.stream), ["self.stream"]),
+        (lambda one: one.scheduler.step(), [f"self.scheduler.{key}" for key in OF_SCHEDULER]),
+        (lambda one: one.handed.update(best=2.0), []),
+        (lambda one: setattr(one.model, "calls", 1), []),
+        (lambda one: one.settings.get("rate"), []),
+    ],
+)  # fmt: skip
+def test_what_the_loop_has_changed_is_named(change: Callable[[Trainer], Any], named: list[str]) -> None:
+    assert names(change) == sorted([f"{LOOP}.{name}" for name in [*named, "best"]])
+
+
+def test_globals_and_attributes_of_classes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(one: Trainer) -> None:
+        monkeypatch.setitem(RUNNING, "loss", 2.0)
+        Meter.window.append(1.0)
+
+    assert {f"{HERE}.RUNNING", f"{HERE}.Meter.window"} <= {*names(change)}
+    del Meter.window[1:]
+
+
+def test_what_is_forgotten_is_not_named() -> None:
+    assert names(lambda one: one.history.append(1.0), ("*.best", "*.history")) == []
+
+
+def test_an_object_that_cannot_be_looked_at_costs_nothing_but_its_name() -> None:
+    class Odd:
+        def __getattribute__(self, name: str) -> Any:
+            raise ZeroDivisionError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    assert names(lambda one: setattr(one, "odd", Odd())) == [f"{LOOP}.best", f"{LOOP}.self.odd"]
+
+
+# ----------------------------------------------------------------- which variables a loop carries on
+
+
+def plain(loader: Any) -> Iterator[Any]:
+    best = 9
+    for x in loader:
+        loss = x + 1
+        best = min(best, loss)
+        yield
+    return best
+
+
+def nested(loader: Any) -> Iterator[Any]:
+    average = None
+    for _ in range(3):
+        total = 0
+        for x in loader:
+            if x:
+                continue
+            total += x
+            average = x if average is None else average + x
+            yield
+        print(total)
+
+
+def counting(limit: int) -> Iterator[Any]:
+    step = 0
+    while step < limit:
+        step += 1
+        doubled = step * 2
+        with open(str(doubled)) as file:
+            try:
+                yield file
+            finally:
+                del doubled
+
+
+def closed(loader: Any) -> Iterator[Any]:
+    seen, last = [], 0
+
+    def note(x: Any) -> None:
+        nonlocal last
+        last = x
+        seen.append(last)
+
+    for x in loader:
+        note(x)
+        yield
+
+
+def before(loader: Any) -> Iterator[Any]:
+    kept, gone = 1, 2
+    print(gone)
+    yield
+    print(kept)
+
+
+@pytest.mark.parametrize(
+    ("function", "carried"),
+    [
+        (plain, {"best"}),
+        (nested, {"average", "total", "loader"}),
+        (counting, {"step", "limit"}),
+        (closed, {"note"}),
+        (before, {"kept"}),
+    ],
+)
+def test_a_variable_that_is_read_before_it_is_written_anew_is_carried(function: Any, carried: set[str]) -> None:
+    lines, first = inspect.getsourcelines(function)
+    line = first + next(number for number, text in enumerate(lines) if "yield" in text)
+    code = function.__code__
+    places = [begin for begin, _, number in code.co_lines() if number == line]
+    assert all(carried_by(code, place) == carried for place in places[:1])
