@@ -44,17 +44,22 @@ def choose(
 
 
 def or_steps_back(
-    context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision
+    context: JobContext,
+    saving: Saving,
+    views: Mapping[int, RankView],
+    answer: Decision | NoDecision,
+    newest_step: int = 0,
 ) -> Decision | NoDecision:
     """Where a unit has no holder at the step that survivors have ended: a step before, if all can be had there.
 
     A rank has left its loop with its gradients not applied, and nobody else holds what it holds (docs/adr/0013), or has
-    died, and its copy is of a step before.
+    died, and its copy is of a step before. newest_step: of which there is a checkpoint; an older one would
+    be none the better.
     """
     if isinstance(answer, Decision) or answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
         return answer
     lower = choose(context, saving, views, back=True)
-    if not isinstance(lower, Decision):
+    if not isinstance(lower, Decision) or lower.step <= newest_step:
         return answer
     count = answer.step - lower.step
     given_up = "one step is" if count == 1 else f"{count} steps are"

@@ -195,7 +195,8 @@ class Incident(IncidentState):
             self._awaited |= behind
             self._await(behind)
             return
-        if isinstance(answer := or_steps_back(context, saving, views, answer), Decision):
+        known = self.newest.known
+        if isinstance(answer := or_steps_back(context, saving, views, answer, known.step if known else 0), Decision):
             self._carry_out(answer)
         else:
             self._cannot_save(answer)

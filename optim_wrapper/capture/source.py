@@ -36,7 +36,7 @@ from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.held_files import HeldFiles
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
-from lastwords.processor.whole_copies import PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
+from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand, WholeCopy
 
 _log = logging.getLogger(__name__)
@@ -131,8 +131,8 @@ class TrainerSource:
             local = None
             if self._every > 1:  # else the black box has it
                 local = self._local_state(self._copy.rank, snapshot.step)
-                newest = max(self._copied_at, default=0)
-                self._copied_at = {newest: self._copied_at.get(newest), snapshot.step: snapshot.position}
+                known = {**self._copied_at, snapshot.step: snapshot.position}
+                self._copied_at = {step: known[step] for step in sorted(known)[-FILES:]}
             unmoved = lambda: watch is None or watch.is_still(lasting)  # noqa: E731
             self._copy.begin(snapshot.step, states, self._later, unmoved, local)
 

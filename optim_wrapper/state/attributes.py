@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ from lastwords.optim_wrapper.state.object_walk import (
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, staged_bytes, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, problem_of, staged_bytes, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart, tensor_nodes
 from lastwords.optim_wrapper.tensors.tree_objects import is_composite
 from lastwords.optim_wrapper.tensors.value_copies import into
@@ -130,13 +130,13 @@ class Attributes:
         ledger: Ledger | None = None,
         spoken: Mapping[str, OwnState] | None = None,
         beyond: Mapping[str, Any] | None = None,
-        apart: Iterable[Any] = (),
+        apart: Collection[Any] = (),
         variables: bool = False,
     ) -> None:
         self._roots = dict(roots)
         self._with_variables = variables
-        self._extras = [*apart]
-        self._apart = frozenset(map(id, self._extras))
+        self._apart = frozenset(map(id, apart))
+        self._extras = [one for one in apart if not isinstance(one, OptTFTWrapper)]  # which would be a cycle
         self._beside = Beside(_mark)
         self._thread = 0
         self._variables: dict[str, dict[str, int]] = {}
@@ -208,15 +208,14 @@ class Attributes:
             self._beside.begin(self._walk, self._saved(), self._extras)
         except Exception as error:  # of objects that nobody has foreseen: handed to the log, as nothing of it is saved
             _log.info("what variables and globals hold is not looked at: %r", error)
-            self._beside.let_go()
+            self._beside.let_go(f"what cannot be looked at ({error!r:.200})")
 
     def beside(self) -> list[str]:
         """Names of what the loop has changed and no checkpoint has. Any thread, while no step is computed."""
         try:
-            names = self._beside.changed(self._walk, self._saved(), self._extras)
+            return self._beside.changed(self._walk, self._saved(), self._extras, self.ledger.forgets)
         except Exception as error:  # of objects that nobody has foreseen: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
-        return [name for name in names if not self.ledger.forgets(name)]
 
     def look(self, *, beyond: bool = False) -> None:
         """See what has moved. beyond: search for random generators wherever the user's code may have them, too."""
@@ -473,7 +472,7 @@ def of_job(
     ledger: Ledger,
     spoken: Mapping[str, OwnState],
     beyond: Mapping[str, Any],
-    apart: Iterable[Any] = (),
+    apart: Collection[Any] = (),
     variables: bool = False,
 ) -> Attributes:
     """Those of the model and of all optimizers."""
@@ -557,14 +556,19 @@ def _digest(told: Any) -> str:
         _, tensors = take_apart(told, "x", "")
     except UnstorableError:
         return ""
-    views = [bytes_of(one.tensor) for one in tensors]
-    if not views or any(view is None for view in views):
+    found = [_sampled(one.tensor) for one in tensors]
+    return "".join(found) if found and all(found) else ""
+
+
+def _sampled(tensor: torch.Tensor) -> str:
+    """A digest of some of its bytes, as writes through `.data` are counted nowhere; empty if it cannot be read."""
+    view = None if problem_of(tensor) else bytes_of(tensor)
+    if view is None:
         return ""
     hashed = xxhash.xxh3_64()
-    for view in views:
-        step = max(len(view) // EACH_BYTES_MAX, 1) * _WINDOW  # type: ignore[arg-type]
-        for at in range(0, len(view), step):  # type: ignore[arg-type]
-            hashed.update(view[at : at + _WINDOW])  # type: ignore[index]
+    step = max(len(view) // EACH_BYTES_MAX, 1) * _WINDOW
+    for at in range(0, len(view), step):
+        hashed.update(view[at : at + _WINDOW])
     return hashed.hexdigest()
 
 
@@ -592,7 +596,10 @@ def _packed(told: Any, path: str) -> tuple[Any, int]:
     tree, tensors = take_apart(told, "x", path)
     nbytes = sum(one.tensor.nbytes for one in tensors)
     if nbytes > EACH_BYTES_MAX:
-        marks = [(str(one.tensor.shape), one.tensor.data_ptr(), _version(one.tensor)) for one in tensors]
+        marks = [
+            (str(one.tensor.shape), one.tensor.data_ptr(), _version(one.tensor), _sampled(one.tensor))
+            for one in tensors
+        ]
         return [repr(marks), {}], nbytes
     packed = [
         pack(tree),

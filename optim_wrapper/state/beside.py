@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import logging
 import operator
 import threading
 import types
@@ -20,17 +19,30 @@ import torch
 
 from lastwords import clock
 from lastwords.checkpoint.storable import Place
-from lastwords.optim_wrapper.state.object_walk import CODE, VARIABLES, Beyond, Cell, Walk, has, is_walked, own_of
+from lastwords.optim_wrapper.state.object_walk import (
+    CODE,
+    VARIABLES,
+    Beyond,
+    Cell,
+    Walk,
+    has,
+    is_users,
+    is_walked,
+    memory_of,
+    own_of,
+)
 from lastwords.optim_wrapper.state.running import locals_of, user_frames
-
-_log = logging.getLogger(__name__)
 
 NAMES_MAX = 64
 SLOW_S = 0.05
-"""Of processor time: where a look takes longer, there is no other one."""
+"""Of processor time: so long a look may take."""
 
 _SAVED = "(saved)"
 """Begins the paths of what is saved in another way."""
+
+_COUNTED = (list, tuple, range, dict, set, str, bytes)
+_COUNTING = (*(type(iter(kind())) for kind in _COUNTED if kind is not range), type(iter(range(0))), type(reversed([])))
+"""Iterators that say how much is left, and ask nobody for it."""
 
 
 class Beside:
@@ -41,76 +53,146 @@ class Beside:
         self._thread = 0
         self._first: dict[tuple[str, str], Any] | None = None
         self._places: Collection[str] = ()
+        self._begun_at: dict[types.CodeType, int] = {}
+        self._problem = ""
 
     def begin(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> None:
         """The loop begins, on this thread: what there is now has not been changed by it."""
-        self._thread, began_s = threading.get_ident(), clock.thread_s()
+        self._thread, self._first, self._begun_at = threading.get_ident(), None, {}
         look = self._look(walk, saved, extras)
+        self._problem = _TOO_SLOW if look.is_late else ""
+        self._begun_at = {frame.f_code: frame.f_lasti for frame in look.frames}
         self._first, self._places = self._marks(look), {*look.objects, *look.places}
-        if (took_s := clock.thread_s() - began_s) > SLOW_S:
-            self._first = None
-            _log.info("what variables and globals hold is not looked at, which takes %.0f ms", took_s * 1e3)
 
-    def let_go(self) -> None:
+    def let_go(self, problem: str = "") -> None:
         """Nothing is looked at any more."""
-        self._first = None
+        self._first, self._problem = None, problem
 
-    def changed(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> list[str]:
+    def changed(
+        self,
+        walk: Walk,
+        saved: Mapping[str, torch.Tensor],
+        extras: Iterable[Any],
+        forgets: Callable[[str], bool] = lambda name: False,
+    ) -> list[str]:
         """Names of what is not as it was when the loop began. Any thread, while no step is computed."""
-        if self._first is None:
-            return []
-        now = self._marks(self._look(walk, saved, extras))
+        if self._first is None or self._problem:
+            return [self._problem] if self._problem else []
+        look = self._look(walk, saved, extras)
+        if look.is_late:
+            return [_TOO_SLOW]
         names = [
             ".".join(name)
-            for name, mark in now.items()
+            for name, mark in self._marks(look).items()
             if name[0] in self._places and not name[0].startswith(_SAVED) and self._first.get(name) != mark
         ]
-        return sorted(names)[:NAMES_MAX]
+        names = sorted(name for name in names if not forgets(name))
+        return names[:NAMES_MAX] + ([f"{len(names) - NAMES_MAX} more"] if len(names) > NAMES_MAX else [])
 
     def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> _Everything:
-        return _Everything(walk, {f"{_SAVED}{number}": one for number, one in enumerate(extras)}, saved, self._thread)
+        roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras)}
+        return _Everything(walk, roots, saved, self._thread, self._begun_at)
 
     def _marks(self, look: Walk) -> dict[tuple[str, str], Any]:
         return {name: self._marks_of(cell.told) for name, cell in look.cells.items() if cell.told is not CODE}
 
 
+_TOO_SLOW = f"what cannot be looked at in {SLOW_S * 1e3:.0f} ms"
+
+
 class _Everything(Beyond):
-    """Values, too, of all that `Beyond` comes to, beside what `walk` has come to."""
+    """Values, too, of all that `Beyond` comes to, beside what `walk` has come to.
+
+    begun_at: where the functions were, by their code, when the loop began.
+    """
 
     _values = True
 
-    def __init__(self, walk: Walk, roots: Mapping[str, Any], saved: Mapping[str, torch.Tensor], thread: int) -> None:
-        self._frames = user_frames(thread)
+    def __init__(
+        self,
+        walk: Walk,
+        roots: Mapping[str, Any],
+        saved: Mapping[str, torch.Tensor],
+        thread: int,
+        begun_at: Mapping[types.CodeType, int],
+    ) -> None:
+        self.frames = user_frames(thread, modules=True)
         self.places: dict[str, None] = {}
+        self.is_late = False
+        self._begun_at = begun_at
+        self._until_s = clock.thread_s() + SLOW_S
         super().__init__(walk, roots, saved)
 
     def _met_before(self) -> None:
-        """What is in the walk is saved, or told there."""
+        """What is in the walk is saved, or told there; and so is what belongs to its optimizers, and gradients."""
         walk = self._walk
         self._paths, self._containers, self._memory = {**walk._paths}, {**walk._containers}, {**walk._memory}
+        tensors = [tensor.grad for tensor in walk._saved_tensors if tensor.is_leaf and tensor.grad is not None]
+        for one in walk.objects.values():
+            if isinstance_of(one, torch.optim.Optimizer):
+                for table in (*one.param_groups, *one.state.values()):
+                    self._containers[id(table)] = _SAVED
+                    values = table.values() if type(table) is dict else ()
+                    tensors += [value for value in values if issubclass(type(value), torch.Tensor)]
+        self._storages = self._storages | {at for tensor in tensors if (at := memory_of(tensor))}
 
     def _running(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        for frame in self._frames:
-            names, carried = locals_of(frame), carried_by(frame.f_code, frame.f_lasti)
-            place = f"{frame.f_code.co_qualname}{VARIABLES}{frame.f_globals.get('__name__')}"
-            yield place, {name: one for name, one in names.items() if name in carried or _is_holder(one)}
+        for frame in self.frames:
+            code, module = frame.f_code, frame.f_globals.get("__name__")
+            if code.co_name == "<module>":
+                continue
+            names = locals_of(frame)
+            carried = carried_by(code, frame.f_lasti, self._begun_at.get(code, frame.f_lasti))
+            place = f"{code.co_qualname}{VARIABLES}{module}"
+            yield place, {name: one for name, one in names.items() if name in carried}
+            for name, one in names.items():
+                if name not in carried and _is_holder(one):  # looked into, and not at
+                    self.told(one, f"{place}.{name}", 0)
+
+    def _names(self, place: str, names: Mapping[str, Any]) -> None:
+        passing: Collection[str] = ()
+        for frame in self.frames:
+            if frame.f_code.co_name == "<module>" and frame.f_globals is names:
+                passing = passing_in(frame.f_code, frame.f_lasti)
+        super()._names(place, {name: one for name, one in names.items() if name not in passing} if passing else names)
 
     def _hold(self, place: str, key: str, value: Any, path: str, depth: int = 0) -> None:
-        told = self.told(value, path, depth)
+        try:
+            told = self.told(value, path, depth)
+        except Exception as error:  # of an object that nobody has foreseen
+            self.odd[path] = f"{error!r:.200}"
+            return
         if place:  # else it is a root
             self.places[place] = None
             self.cells[place, key] = Cell(None, key, told)
 
+    def _look_into(self, path: str, one: Any) -> None:
+        super()._look_into(path, one)
+        if isinstance_of(one, torch.optim.Optimizer):
+            for key in ("param_groups", "state"):
+                self._cell(path, key, one)
+
     def told(self, value: Any, path: str, depth: int) -> Any:
         """Also how far an iterator has come, and what objects of libraries hold that have a state_dict()."""
+        if self.is_late or clock.thread_s() > self._until_s:
+            self.is_late = True
+            return CODE
         kind = type(value)
         if has(kind, "__next__"):
-            own = own_of(value) or {}
-            at = own.get("_num_yielded", operator.length_hint(value, -1) if kind.__module__ == "builtins" else -1)
-            return Place("", f"{kind.__qualname__} at {at}")
+            if kind in _COUNTING:
+                return Place("", f"{kind.__qualname__} with {operator.length_hint(value)}")
+            own = own_of(value)
+            if own is None:
+                return CODE
+            return Place(self._meet(path, value), kind.__qualname__) if is_users(kind) else _yielded(kind, own)
         if _has_state_dict(value):
             return Place(self._meet(path, value), kind.__qualname__)
         return super().told(value, path, depth)
+
+
+def _yielded(kind: type[Any], own: Mapping[str, Any]) -> Place:
+    """torch's iterators over loaders count what they have given."""
+    return Place("", f"{kind.__qualname__} at {own.get('_num_yielded', '?')}")
 
 
 def _is_holder(value: Any) -> bool:
@@ -120,47 +202,89 @@ def _is_holder(value: Any) -> bool:
 
 def _has_state_dict(value: Any) -> bool:
     kind = type(value)
-    ours = str(kind.__module__).startswith("lastwords")
-    return has(kind, "state_dict") and not ours and own_of(value) is not None and not isinstance(value, type)
+    if issubclass(kind, type) or not has(kind, "state_dict") or own_of(value) is None:
+        return False
+    return not str(kind.__module__).startswith("lastwords")
+
+
+def isinstance_of(value: Any, kind: type[Any]) -> bool:
+    """isinstance(), which asks the object for its `__class__`."""
+    return issubclass(type(value), kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def carried_by(code: types.CodeType, at: int) -> frozenset[str]:
+def carried_by(code: types.CodeType, at: int, begun_at: int | None = None) -> frozenset[str]:
     """Variables with a value, at this instruction, that is read before another one is put there.
 
-    Inside a loop: with a value that the next round reads, or what comes after the loop.
+    Inside a loop: with a value that the next round reads, or what comes after the loop. begun_at: where the function
+    was when the loop began, inside of which other loops count for nothing.
     """
-    every = list(dis.get_instructions(code))
-    index = {one.offset: number for number, one in enumerate(every)}
-    jumps = {number: index.get(one.argval) for number, one in enumerate(every) if one.opcode in _JUMPS}
-    loops = [(to, number) for number, to in jumps.items() if to is not None and to <= number]
-    here = max((number for offset, number in index.items() if offset <= at), default=0)
-    around = [to for to, number in loops if to <= here <= number]
-    live: list[frozenset[str]] = [frozenset()] * (len(every) + 1)
-    changed = True
-    while changed:
-        changed = False
-        for number in reversed(range(len(every))):
-            one = every[number]
-            after = frozenset() if one.opname.startswith(_ENDS) else live[number + 1]
-            if (to := jumps.get(number)) is not None:
-                after |= live[to]
-            reads, writes = _effect(one)
-            before = (after - writes) | reads
-            if before != live[number]:
-                live[number], changed = before, True
-    return live[max(around)] if around else live[min(here + 1, len(every))]
+    flow = _Flow(code)
+    here = flow.number_at(at)
+    inner = flow.loops_around(here)
+    around = [loop for loop in inner if loop in flow.loops_around(flow.number_at(at if begun_at is None else begun_at))]
+    heads = {max(around)[0]} if around else set()
+    heads |= {to for to, _ in inner if around and to > max(around)[0]}
+    if not heads:
+        return flow.live[min(here + 1, len(flow.every))]
+    return frozenset.intersection(*(flow.live[to] for to in heads))
+
+
+@functools.lru_cache(maxsize=64)
+def passing_in(code: types.CodeType, at: int) -> frozenset[str]:
+    """Names that a module's loop around this instruction writes, and no round reads of another one."""
+    flow = _Flow(code)
+    around = flow.loops_around(flow.number_at(at))
+    if not around:
+        return _NONE
+    to, end = max(around)
+    written = frozenset().union(*(_effect(one)[1] for one in flow.every[to : end + 1]))
+    return written - flow.live[to]
+
+
+class _Flow:
+    """The instructions of a function, and which names are live before each: read before they are written anew."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.every = every = list(dis.get_instructions(code))
+        self._index = {one.offset: number for number, one in enumerate(every)}
+        self._jumps = {n: self._index.get(one.argval) for n, one in enumerate(every) if one.opcode in _JUMPS}
+        self.live: list[frozenset[str]] = [_NONE] * (len(every) + 1)
+        changed = True
+        while changed:
+            changed = False
+            for number in reversed(range(len(every))):
+                after = _NONE if every[number].opname.startswith(_ENDS) else self.live[number + 1]
+                if (to := self._jumps.get(number)) is not None:
+                    after |= self.live[to]
+                reads, writes = _effect(every[number])
+                before = (after - writes) | reads
+                if before != self.live[number]:
+                    self.live[number], changed = before, True
+
+    def number_at(self, offset: int) -> int:
+        """Of the instruction there."""
+        return max((number for begin, number in self._index.items() if begin <= offset), default=0)
+
+    def loops_around(self, number: int) -> list[tuple[int, int]]:
+        """First and last instruction of each loop that an instruction is in; one entry for each way back."""
+        ends: dict[int, int] = {}
+        for end, to in self._jumps.items():
+            if to is not None and to <= end:
+                ends[to] = max(end, ends.get(to, 0))
+        return [(to, end) for to, end in ends.items() if to <= number <= end]
 
 
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _ENDS = ("RETURN_", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _NONE: frozenset[str] = frozenset()
+_NAMES = ("_FAST", "_DEREF", "_NAME", "_GLOBAL", "LOAD_CLOSURE")
 
 
 def _effect(one: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
-    """Variables that an instruction reads first, and writes."""
+    """Names that an instruction reads first, and writes."""
     name, value = one.opname, one.argval
-    if "_FAST" not in name and "_DEREF" not in name and name != "LOAD_CLOSURE":
+    if not any(part in name for part in _NAMES) or name.startswith("IMPORT_"):
         return _NONE, _NONE
     names = frozenset(value if isinstance(value, tuple) else (value,))
     if name == "STORE_FAST_LOAD_FAST":

@@ -158,6 +158,7 @@ class Walk:
         self._skip = skip
         self._apart = apart
         self._saved = {id(tensor): name for name, tensor in saved.items()}
+        self._saved_tensors = [*saved.values()]
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
@@ -358,7 +359,7 @@ class Walk:
 
     def _elsewhere(self, value: Any, path: str) -> Place | None:
         """What is told of a tensor or an array that lies in memory which was met before, or is saved by its name."""
-        at = _memory_of(value)
+        at = memory_of(value)
         if at in self._storages or (at in self._gradients and VARIABLES in path):
             return Place("", "a view of a tensor that is saved")
         met = self._memory.setdefault(at, path) if at and path else path
@@ -371,7 +372,7 @@ class Walk:
 
     def home(self, value: Any) -> str:
         """Where a tensor's or an array's memory, or a container, was met first; "saved" if it is saved by its name."""
-        at = _memory_of(value)
+        at = memory_of(value)
         if not at:
             return self._containers.get(id(value), "")
         return "saved" if id(value) in self._saved or at in self._storages else self._memory.get(at, "")
@@ -540,7 +541,7 @@ class Beyond(Walk):
     def _of_class(self, kind: type[Any]) -> None:
         """Attributes of a class of the user's, and of its bases."""
         for owner in kind.__mro__:
-            if id(owner) in self._paths or not _is_of_the_user(owner):
+            if id(owner) in self._paths or not is_users(owner):
                 continue
             self._paths[id(owner)] = ""
             at, place = self._at, f"{owner.__module__}.{owner.__qualname__}"
@@ -553,13 +554,13 @@ class Beyond(Walk):
 def form_of(value: Any) -> str:
     """Which part of its memory a tensor or an array is."""
     if issubclass(type(value), np.ndarray):
-        at = value.__array_interface__["data"][0] - _memory_of(value)
+        at = value.__array_interface__["data"][0] - memory_of(value)
         return f"memory {value.dtype} {value.shape} {value.strides} at {at}"
     local = local_of(value)
     return f"memory {local.dtype} {tuple(local.shape)} {local.stride()} at {local.storage_offset()}"
 
 
-def _memory_of(value: Any) -> int:
+def memory_of(value: Any) -> int:
     """Where the memory begins that a tensor or an array lies in, with all of its views; 0 if there is none."""
     kind = type(value)
     while issubclass(kind, np.ndarray) and issubclass(type(value.base), np.ndarray | torch.Tensor):
@@ -636,7 +637,7 @@ class _Slots(MutableMapping[str, Any]):
 
     def __init__(self, of: Any) -> None:
         self._of = of
-        every = [item for owner in reversed(type(of).__mro__) if _is_of_the_user(owner) for item in vars(owner).items()]
+        every = [item for owner in reversed(type(of).__mro__) if is_users(owner) for item in vars(owner).items()]
         self._members = {name: one for name, one in every if type(one) is types.MemberDescriptorType}
 
     def __getitem__(self, key: str) -> Any:
@@ -670,7 +671,7 @@ def is_walked(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, _NO_DATA) or own_of(value) is None:
         return False
-    return issubclass(kind, _WALKED) or (not has(kind, "__next__", "fileno") and _is_of_the_user(kind))
+    return issubclass(kind, _WALKED) or (not has(kind, "__next__", "fileno") and is_users(kind))
 
 
 def own_of(value: Any) -> Any:
@@ -679,9 +680,7 @@ def own_of(value: Any) -> Any:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         kind = type(value)
-        return (
-            _Slots(value) if _is_of_the_user(kind) and any("__slots__" in vars(one) for one in kind.__mro__) else None
-        )
+        return _Slots(value) if is_users(kind) and any("__slots__" in vars(one) for one in kind.__mro__) else None
     return own if type(own) is dict else None
 
 
@@ -705,7 +704,7 @@ def has(kind: type[Any], *names: str) -> bool:
     return any(name in vars(owner) for owner in kind.__mro__ for name in names)
 
 
-def _is_of_the_user(kind: type[Any]) -> bool:
+def is_users(kind: type[Any]) -> bool:
     home = sys.modules.get(str(kind.__module__))
     return home is None or is_of_the_user(vars(home))
 

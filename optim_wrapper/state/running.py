@@ -29,8 +29,10 @@ def _is_of_the_user(module: str, file: str) -> bool:
 
 def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names of the user's modules, and their global names."""
-    for name, module in [*sys.modules.items()]:
-        if isinstance(module, types.ModuleType) and is_of_the_user(names := vars(module)):
+    seen: set[int] = set()
+    for name, module in [*sys.modules.items()]:  # spawned processes have their script under two names
+        if isinstance(module, types.ModuleType) and is_of_the_user(names := vars(module)) and id(names) not in seen:
+            seen.add(id(names))
             yield name, names
 
 
@@ -41,12 +43,12 @@ def named_modules(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, vars(module)
 
 
-def user_frames(thread: int | None = None) -> list[types.FrameType]:
-    """The functions of the user's that are being run on a thread (this one), the outermost first."""
+def user_frames(thread: int | None = None, *, modules: bool = False) -> list[types.FrameType]:
+    """The functions of the user's that are being run on a thread (this one), the outermost first; modules as well."""
     found: list[types.FrameType] = []
     frame = sys._getframe(1) if thread is None else sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code.co_name != "<module>" and is_of_the_user(frame.f_globals):
+        if (modules or frame.f_code.co_name != "<module>") and is_of_the_user(frame.f_globals):
             found.append(frame)
         frame = frame.f_back
     return found[: -_FRAMES_MAX - 1 : -1]

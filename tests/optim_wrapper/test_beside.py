@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.attributes import Attributes
-from lastwords.optim_wrapper.state.beside import carried_by
+from lastwords.optim_wrapper.state.beside import _TOO_SLOW, NAMES_MAX, carried_by, passing_in
 
 HERE = __name__
 RUNNING = {"loss": 1.0}
@@ -25,6 +26,17 @@ class Meter:
 
     def __init__(self) -> None:
         self.total = 0.0
+
+
+class Count:
+    """An iterator of the user's own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
 
 
 class Trainer:
@@ -39,6 +51,10 @@ class Trainer:
         self.stream = iter(DataLoader([1, 2, 3]))
         self.handed = {"best": 1.0}
         self.settings = {"rate": 0.5}
+        self.own, self.large = Count(), torch.zeros(200, 200)
+        self.other = nn.Linear(1, 1)
+        self.other(torch.ones(1)).backward()
+        self.hidden = torch.optim.SGD(self.other.parameters(), lr=0.0, momentum=0.9)
 
     def attributes(self, forget: tuple[str, ...] = ()) -> Attributes:
         roots = {"model": self.model, "optimizer": self.optimizer}
@@ -91,7 +107,7 @@ def in_frame(steps: Iterator[int], call: Callable[[], Any]) -> Any:
     """As if the loop itself called it: a generator that is not running is on no stack."""
     frame = steps.gi_frame  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lastwords.optim_wrapper.state.beside.user_frames", lambda thread: [frame])
+        patch.setattr("lastwords.optim_wrapper.state.beside.user_frames", lambda thread, modules: [frame])
         return call()
 
 
@@ -113,6 +129,10 @@ LOOP = f"Trainer.train() of {HERE}"
         (lambda one: one.handed.update(best=2.0), []),
         (lambda one: setattr(one.model, "calls", 1), []),
         (lambda one: one.settings.get("rate"), []),
+        (lambda one: next(one.own), ["self.own.at"]),
+        (lambda one: one.large.data.add_(1), ["self.large"]),
+        (lambda one: setattr(one, "grads", [p.grad for p in one.model.parameters()]), ["self.grads"]),
+        (lambda one: one.hidden.step(), ["self.hidden.state"]),
     ],
 )  # fmt: skip
 def test_what_the_loop_has_changed_is_named(change: Callable[[Trainer], Any], named: list[str]) -> None:
@@ -214,4 +234,56 @@ def test_a_variable_that_is_read_before_it_is_written_anew_is_carried(function: 
     line = first + next(number for number, text in enumerate(lines) if "yield" in text)
     code = function.__code__
     places = [begin for begin, _, number in code.co_lines() if number == line]
-    assert all(carried_by(code, place) == carried for place in places[:1])
+    names = {*code.co_varnames, *code.co_cellvars}
+    assert carried_by(code, places[0]) & names == carried
+
+
+def reducing(model: nn.Module) -> Iterator[Any]:
+    best = total = 0
+    for _ in range(3):
+        loss = torch.ones(())
+        yield "begin"
+        for parameter in model.parameters():
+            loss = parameter
+            yield loss
+        total += int(loss)
+        best = max(best, total, int(loss))
+    return best
+
+
+def test_inside_a_loop_of_the_step_only_that_counts_which_the_steps_carry_on() -> None:
+    steps = reducing(nn.Linear(1, 1))
+    frame = steps.gi_frame  # type: ignore[attr-defined]
+    next(steps)
+    begun_at = frame.f_lasti
+    next(steps)
+    code = frame.f_code
+    assert carried_by(code, frame.f_lasti, begun_at) & {*code.co_varnames} == {"best", "total", "model"}
+
+
+def test_in_a_script_s_own_loop_what_passes_is_not_named() -> None:
+    loop = "for step in range(3):\n    loss = step\n    best = max(best, loss)\n    mark = here()\n"
+    source = f"best = kept = 0\n{loop}print(best)\n"
+    found: list[frozenset[str]] = []
+
+    def here() -> None:
+        frame = sys._getframe(1)
+        found.append(passing_in(frame.f_code, frame.f_lasti))
+
+    exec(compile(source, "script.py", "exec"), {"here": here, "print": str, "__name__": "__main__"})
+    assert {*found} == {frozenset({"step", "loss", "mark"})}
+
+
+def test_what_takes_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lastwords.optim_wrapper.state.beside.SLOW_S", -1.0)
+    (said,) = names(lambda one: one.history.append(1.0))
+    assert said == _TOO_SLOW
+
+
+def test_the_cut_is_said_and_what_is_forgotten_does_not_count() -> None:
+    def change(one: Trainer) -> None:
+        one.meter.__dict__ |= {f"m{number}": number for number in range(70)}
+
+    every = names(change)
+    assert len(every) == NAMES_MAX + 1
+    assert names(change, ("*.meter.m*",)) == [f"{LOOP}.best"]

@@ -44,9 +44,9 @@ class Trainer:
         act = print
 
 
-def watch_of(model: nn.Module, apart: tuple[Any, ...] | None = (), **more: Any) -> Attributes:
+def watch_of(model: nn.Module, *, variables: bool = True, **more: Any) -> Attributes:
     saved = lambda: {f"parameter {n}": one for n, one in model.named_parameters()}  # noqa: E731
-    return Attributes({"model": model}, saved, apart=apart, **more)
+    return Attributes({"model": model}, saved, variables=variables, **more)
 
 
 def train(trainer: Trainer, pool: list[torch.Tensor], recent: deque[int], slow: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ def test_extras_are_saved_as_such_and_forgotten_variables_not_at_all() -> None:
 
     assert len(taken(step)[0].values) == 1
     assert taken(step, apart=(meter,))[0].values == {}
-    assert taken(step, apart=None)[0].values == {}, "nobody has asked for that"
+    assert taken(step, variables=False)[0].values == {}, "nobody has asked for that"
     state, watch = taken(ledger=Ledger(["*() of *"]))
     assert state.values == {}
     assert told(watch) == []
