@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.state.object_walk import (
 from lastwords.optim_wrapper.state.running import locals_of, user_frames
 
 NAMES_MAX = 64
-SLOW_S = 0.05
+SLOW_S = 0.25
 """Of processor time: so long a look may take."""
 
 _SAVED = "(saved)"
@@ -159,7 +159,7 @@ class _Everything(Beyond):
     def _hold(self, place: str, key: str, value: Any, path: str, depth: int = 0) -> None:
         try:
             told = self.told(value, path, depth)
-        except Exception as error:  # of an object that nobody has foreseen
+        except Exception as error:  # of an object that nobody has foreseen: handed to `odd`
             self.odd[path] = f"{error!r:.200}"
             return
         if place:  # else it is a root
