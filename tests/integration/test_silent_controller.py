@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ def faults(*others: Fault) -> tuple[Fault, ...]:
     return (*KILL.faults(LAYOUT), *others)
 
 
+def struck_first(action: str) -> tuple[Fault, ...]:
+    """What rank 1 does to the controller is done when rank 2 dies."""
+    *others, death = KILL.faults(LAYOUT)
+    death = replace(death, actions=("await:struck", *death.actions))
+    return (*others, death, Fault(1, 6, "body", (action, "mark:struck")))
+
+
 def survive(rig: Rig, launch: Launch) -> None:
     """The last words are sound, and the resumed run has the same bits."""
     launch.finish()
@@ -39,23 +47,22 @@ def survive(rig: Rig, launch: Launch) -> None:
 
 @pytest.mark.parametrize("launcher", ["fork", more("torchrun")])
 def test_a_death_behind_a_stopped_controller_is_saved(rig: Rig, launcher: str) -> None:
-    fault = Fault(1, 6, "body", ("stop_controller",))
-    launch = rig.launch(LAYOUT, faults=faults(fault), launcher=launcher, env=SOON if launcher == "fork" else None)
+    death = struck_first("stop_controller")
+    launch = rig.launch(LAYOUT, faults=death, launcher=launcher, env=SOON if launcher == "fork" else None)
     survive(rig, launch)
 
 
 @pytest.mark.thorough
 def test_a_death_behind_a_controller_that_hangs_is_saved(rig: Rig, tmp_path: Path) -> None:
     """Its sessions stay open: gRPC's own threads answer."""
-    fault = Fault(1, 6, "body", ("hang_controller",))
-    survive(rig, rig.launch(LAYOUT, faults=faults(fault), env={**SOON, **hanging(tmp_path / "site")}))
+    death = struck_first("hang_controller")
+    survive(rig, rig.launch(LAYOUT, faults=death, env={**SOON, **hanging(tmp_path / "site")}))
 
 
 @pytest.mark.thorough
 def test_without_a_successor_that_death_costs_everything(rig: Rig) -> None:
     """The negative control."""
-    fault = Fault(1, 6, "body", ("stop_controller",))
-    launch = rig.launch(LAYOUT, faults=faults(fault), env=NEVER)
+    launch = rig.launch(LAYOUT, faults=struck_first("stop_controller"), env=NEVER)
     launch.job.wait(60)
     assert launch.codes == {0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED, 2: KILLED}, launch.job.report()
     assert not launch.checkpoints
@@ -120,7 +127,6 @@ def test_one_that_goes_on_in_time_is_not_replaced(rig: Rig) -> None:
 
 @pytest.mark.thorough
 def test_a_job_behind_a_stopped_controller_is_healed(rig: Rig) -> None:
-    fault = Fault(1, 6, "body", ("stop_controller",))
-    launch, difference = rig.healed(LAYOUT, faults(fault), spares=1, env=SOON)
+    launch, difference = rig.healed(LAYOUT, struck_first("stop_controller"), spares=1, env=SOON)
     assert difference is None, launch.job.report()
     assert [incident["outcome"] for incident in launch.incidents() if incident["outcome"] == "SAVED"]
