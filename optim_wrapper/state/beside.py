@@ -129,7 +129,7 @@ class _Everything(Beyond):
         self._paths, self._containers, self._memory = {**walk._paths}, {**walk._containers}, {**walk._memory}
         tensors = [tensor.grad for tensor in walk._saved_tensors if tensor.is_leaf and tensor.grad is not None]
         for one in walk.objects.values():
-            if isinstance_of(one, torch.optim.Optimizer):
+            if issubclass(type(one), torch.optim.Optimizer):
                 for table in (*one.param_groups, *one.state.values()):
                     self._containers[id(table)] = _SAVED
                     values = table.values() if type(table) is dict else ()
@@ -168,7 +168,7 @@ class _Everything(Beyond):
 
     def _look_into(self, path: str, one: Any) -> None:
         super()._look_into(path, one)
-        if isinstance_of(one, torch.optim.Optimizer):
+        if issubclass(type(one), torch.optim.Optimizer):
             for key in ("param_groups", "state"):
                 self._cell(path, key, one)
 
@@ -184,15 +184,12 @@ class _Everything(Beyond):
             own = own_of(value)
             if own is None:
                 return CODE
-            return Place(self._meet(path, value), kind.__qualname__) if is_users(kind) else _yielded(kind, own)
+            if not is_users(kind):  # torch's, over a loader, counts what it has given
+                return Place("", f"{kind.__qualname__} at {own.get('_num_yielded', '?')}")
+            return Place(self._meet(path, value), kind.__qualname__)
         if _has_state_dict(value):
             return Place(self._meet(path, value), kind.__qualname__)
         return super().told(value, path, depth)
-
-
-def _yielded(kind: type[Any], own: Mapping[str, Any]) -> Place:
-    """torch's iterators over loaders count what they have given."""
-    return Place("", f"{kind.__qualname__} at {own.get('_num_yielded', '?')}")
 
 
 def _is_holder(value: Any) -> bool:
@@ -205,11 +202,6 @@ def _has_state_dict(value: Any) -> bool:
     if issubclass(kind, type) or not has(kind, "state_dict") or own_of(value) is None:
         return False
     return not str(kind.__module__).startswith("lastwords")
-
-
-def isinstance_of(value: Any, kind: type[Any]) -> bool:
-    """isinstance(), which asks the object for its `__class__`."""
-    return issubclass(type(value), kind)
 
 
 @functools.lru_cache(maxsize=1024)
