@@ -197,7 +197,9 @@ class StepDocument:
     """What a rank's black box says of a step beside its regions (`step_document`).
 
     epoch, step: what its loop calls the step; None if it has not said. after: the name of the step before; () if the
-    loop gives no names, None if it was not recorded. ends_epoch: None if not known. reasons: why the copy is not exact,
+    loop gives no names, None if it was not recorded. ends_epoch: None if not known. begun: whether the copy is as of
+    the begin of the next step, None where the loop makes no difference; between: what had changed by then since the
+    step's end. reasons: why the copy is not exact,
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
     alike: kind -> its marks. state: those of the optimizer's state and what it trains, with what it may be compared.
     numbers: the optimizer's own, and local_extras, both packed. attributes: path of an object and name of an attribute
@@ -209,6 +211,8 @@ class StepDocument:
     after: Sequence[Number] | None = None
     needs_epoch_start: bool = False
     ends_epoch: bool | None = None
+    begun: bool | None = None
+    between: Sequence[str] = ()
     reasons: Sequence[str] = ()
     early: Sequence[str] = ()
     extras: tuple[Number, Mapping[str, str]] | None = None

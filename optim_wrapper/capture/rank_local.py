@@ -151,15 +151,22 @@ class BoxRecorder:
         self.late = self.late.happened(step, ends_epoch)
         return True
 
-    def committed_again(self, step: int, json_bytes: bytes) -> str | None:
-        """`committed` once more, for a step after whose end the state may have moved; the first region that has."""
-        before = self.slot_of(step)
-        slot = self._record(SlotKind.COMMITTED, step, json_bytes)
-        moved = None if before is None else self.box.first_difference(before, slot)
+    def committed_again(self, step: int, document: Callable[[str | None], bytes]) -> None:
+        """`committed` once more, for a step after whose end the state may have moved.
+
+        document: is given the first region that has, and gives the JSON.
+        """
+        before, moved = self.slot_of(step), None
+
+        def compared(slot: int) -> bytes:
+            nonlocal moved
+            moved = None if before is None else self.box.first_difference(before, slot)
+            return document(moved)
+
+        self._record(SlotKind.COMMITTED, step, compared)
         # What the tentative copy has is not what the next step begins with either.
         if moved is not None and self.box.compare_tentative() is not None and self.late.last != step:
             self.late = self.late.happened(step, None)
-        return moved
 
     def learn(self, habits: Habits) -> None:
         """Go on from what was learned before."""
@@ -175,13 +182,13 @@ class BoxRecorder:
         found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
         return found.get(SlotKind.COMMITTED, found.get(SlotKind.TENTATIVE))
 
-    def drawn_since(self, step: int, others: Callable[[], str] = str) -> str:
-        """In a step that was cut off: a stream that has moved since its tentative copy. Writer's thread, settled.
+    def drawn_since(self, step: int, others: Callable[[], str] = str, kind: SlotKind = SlotKind.TENTATIVE) -> str:
+        """A stream that has moved since the copy of `step`, if it is of this kind. Writer's thread, settled.
 
         others: says so of the random generators that are in the document.
         """
         slot = self.slot_of(step)
-        if slot is None or self._slots[slot][0] is not SlotKind.TENTATIVE:
+        if slot is None or self._slots[slot][0] is not kind:
             return ""
         for capture in self._captures:
             for name, now in capture.snapshot().items() if isinstance(capture, RngCapture) else ():
@@ -197,7 +204,8 @@ class BoxRecorder:
                 capture.capture(slot)
         self.box.commit(slot, json_bytes)
 
-    def _record(self, kind: SlotKind, step: int, json_bytes: bytes) -> int:
+    def _record(self, kind: SlotKind, step: int, said: bytes | Callable[[int], bytes]) -> None:
+        """said: the JSON, or what makes it once the slot is filled."""
         captures = self._captures
         for capture in captures:
             capture.refresh()
@@ -205,10 +213,9 @@ class BoxRecorder:
         slot = box.begin(kind, step)
         for capture in captures:
             capture.capture(slot)
-        box.commit(slot, json_bytes)
+        box.commit(slot, said if isinstance(said, bytes) else said(slot))
         self._slots.pop(slot, None)  # of two copies of a step the newer one is the last
         self._slots[slot] = kind, step
-        return slot
 
 
 def regions(captures: Sequence[Capture]) -> tuple[RegionSpec, ...]:

@@ -32,12 +32,13 @@ from lastwords.optim_wrapper.state import attributes, extra_digests, rank_units
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
+from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
 from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
 from lastwords.optim_wrapper.state.own_state import OwnStates
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
+from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotKind
 from lastwords.processor.saver import Position
 from lastwords.processor.step_work import StepWork
 from lastwords.processor.whole_copies import WholeCopies
@@ -153,12 +154,21 @@ class StepRecorder:
             every=every,
             ends_epoch=self.ends_epoch, gradients_missing=self.gradients.doubts,
             attributes=self.attributes,
-            drawn_since=self._drawn_since,
+            drawn_since=self._drawn_since, moved_between=self._moved_between,
         )  # fmt: skip
         return self.source
 
-    def _drawn_since(self, step: int) -> str:
-        return "" if self._box is None else self._box.drawn_since(step, self.attributes.generators.drawn)
+    def _drawn_since(self, step: int, kind: SlotKind = SlotKind.TENTATIVE) -> str:
+        return "" if self._box is None else self._box.drawn_since(step, self.attributes.generators.drawn, kind)
+
+    def _moved_between(self, step: int) -> list[str]:
+        """What has moved since the end of `step` in a loop that has not begun the next one. Writer's thread."""
+        if not self.ends_early or step != self._step:
+            return []
+        moved = self.extras.called(self.extras.again(self._extras_now)[1])
+        if copies_differ(self.watch.groups_ended, copy_groups(self.view.optimizer)):
+            moved.append("the optimizer's hyperparameters")
+        return [*moved, *filter(None, [self._drawn_since(step, SlotKind.COMMITTED)])]
 
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
@@ -355,10 +365,11 @@ class StepRecorder:
                 self._units.exclude_buffers(self.rank_local_buffers())
                 self._units.check()
 
-    def look_again(self) -> bool:
+    def look_again(self, *, expected: bool = False) -> bool:
         """The loop, which ended its step early (`ends_early`), is done with what came after: take the copies once more.
 
-        What has moved is told, once: a rank that is killed in between leaves it as it was before. True.
+        What has moved is told, once: a rank that is killed in between leaves it as it was before. expected: the loop
+        says so itself. True.
         """
         self.ends_early = False
         self._extras_now, of_all = self.extras.again(self._extras_now)
@@ -372,10 +383,16 @@ class StepRecorder:
             self._of_all = self._said_of_all()
             own = self.attributes.document()
             moved += filter(None, [attributes.differing(self._attributes_ended, own)])
-            region = self._box.committed_again(self._step, self._document_of(self.named) + local + own + self._of_all)
-            moved += [] if region is None else [region]
+            said = self._document_of(self.named) + local + own
+
+            def document(region: str | None) -> bytes:
+                moved.extend([] if region is None else [region])
+                return said + step_document.begun(moved) + self._of_all
+
+            self._box.committed_again(self._step, document)
         if moved and not self.loop.early_reasons:
-            self.loop.moves_after_the_end(step_document.changed_after_the_end(moved, self._step))
+            why = step_document.changed_after_the_end(moved, self._step, expected=expected)
+            self.loop.moves_after_the_end(why)
         return True
 
     def extras_by_rank(self) -> dict[str, int]:
@@ -407,7 +424,8 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             own = self._attributes_ended = self.attributes.document()
-            early = b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
+            early = step_document.begun(None) if self.ends_early else b""
+            early += b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
             said = ended + local + own + early + self._of_all
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()

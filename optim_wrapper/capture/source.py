@@ -66,8 +66,9 @@ class TrainerSource:
     the end of each step that `every` divides, and saved instead of the live state where it is of the step that is asked
     for. watch: has copies of
     what something else than the optimizer writes, and knows what has changed besides. drawn_since: the random stream
-    that has moved on this rank since the tentative copy of a step that has not ended. gradients_missing: why copies of
-    a step, that has ended or not, may lack gradients that the next one goes on with.
+    that has moved on this rank since the tentative copy of a step that has not ended. moved_between: what has moved
+    since the end of a step, where the loop says when the next one begins, and has not yet. gradients_missing: why
+    copies of a step, that has ended or not, may lack gradients that the next one goes on with.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class TrainerSource:
         every: int = 1,
         ends_epoch: Callable[[Position | None], bool | None],
         drawn_since: Callable[[int], str],
+        moved_between: Callable[[int], list[str]],
         attributes: Attributes,
         gradients_missing: Callable[..., list[str]],
     ) -> None:
@@ -104,6 +106,7 @@ class TrainerSource:
         self._watch = watch
         self._ends_epoch = ends_epoch
         self._drawn_since = drawn_since
+        self._moved_between = moved_between
         self._attributes = attributes
         self._gradients_missing = gradients_missing
         self._lasting: Collection[StateName] = ()
@@ -282,6 +285,11 @@ class TrainerSource:
             if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):
                 why = f"{', '.join(missing[:3])} changed for the first time in step {step}, or after it: not saved"
                 states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
+        if moved := self._moved_between(step):
+            why = f"{', '.join(moved[:3])} changed after step_end() of step {step}, and the next step had not begun"
+            for rank, state in states.items():
+                if state.meta.kind == COMMITTED and not state.meta.slot.get("begun"):
+                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
         if why := self._moved_late(states, step):
             for rank, state in states.items():
                 if state.exact and state.meta.kind == TENTATIVE:

@@ -87,9 +87,24 @@ def changed_before_the_end(which: str, step: int) -> str:
     return f"{which} changed between the forward pass and the end of a step"
 
 
-def changed_after_the_end(moved: Sequence[str], step: int) -> str:
-    """Say that this changed after an early end of a step; the reason for a death in between."""
-    _log.warning(
+def begun(moved: Sequence[str] | None) -> bytes:
+    """The members of a loop that says when the next step begins. moved: since the end of this one; None: still there.
+
+    >>> begun(None), begun([]), begun(["rng/torch"])
+    (b',"begun":false', b',"begun":true', b',"begun":true,"between":["rng/torch"]')
+    """
+    if moved is None:
+        return b',"begun":false'
+    return b',"begun":true,"between":%s' % json.dumps(moved).encode() if moved else b',"begun":true'
+
+
+def changed_after_the_end(moved: Sequence[str], step: int, *, expected: bool) -> str:
+    """Say that this changed after the end of a step; the reason for a death in between.
+
+    expected: the loop says where the next step begins.
+    """
+    _log.log(
+        logging.INFO if expected else logging.WARNING,
         "after step_end() of step %s, %s changed: if a rank is killed before that change, the resume is not "
         "exact; change state that the next step reads before step_end()",
         step,

@@ -63,7 +63,7 @@ def moved_text(step: int, streams: list[str]) -> str:
         f"random numbers ({', '.join(streams)}) were drawn between resume() and the first forward pass of "
         f"your custom loop, after step {step}. If the step itself draws them (its batch, an augmentation), "
         f"this is expected. If they were drawn while restoring the data position (building a DataLoader's "
-        f"iterator draws random numbers), call restore_streams() afterwards; otherwise the resume is not "
+        f"iterator draws random numbers), call step_begin() at the begin of each step; otherwise the resume is not "
         f"exact: see 'Custom training loops' in docs/training-loop.md"
     )
 
@@ -114,6 +114,18 @@ def refuse_update_after_end(stand: Stand) -> None:
         raise ConfigError(
             f"optimizer.step() was called after step_end() of step {stand.step - 1}, for the same batch: "
             f"call step_end() at the very end of the step"
+        )
+
+
+def refuse_begin_after_update(stand: Stand) -> None:
+    """ConfigError for a loop that says that a step begins although the one before has not ended.
+
+    >>> refuse_begin_after_update(Stand(Phase.COMPUTING, 3))
+    """
+    if stand.phase is not Phase.COMPUTING:
+        raise ConfigError(
+            f"step_begin() was called after optimizer.step() of step {stand.step} and before its step_end(): "
+            f"call step_end() first"
         )
 
 

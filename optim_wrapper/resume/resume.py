@@ -39,6 +39,7 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
     regions_of,
     take_over,
 )
+from lastwords.optim_wrapper.resume.resume_point import begun_of
 from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
@@ -88,6 +89,7 @@ class Resumed:
     moved: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
     beside: tuple[str, ...] = ()
+    begun: bool = False
 
     @property
     def position(self) -> Position | None:
@@ -182,6 +184,8 @@ def _restore(
     run = manifest.run
     data = run.data or LoopFacts()
     reasons += known_at_resume(data, manifest.step)
+    begun, of_some = begun_of(manifest)
+    reasons += [of_some] if of_some else []
     reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
     reasons += changed(run, facts_here, moved=moved)
 
@@ -249,6 +253,7 @@ def _restore(
         moved=moved,
         groups=groups_of([unit.meta for unit in manifest.units.values()]),
         beside=tuple(run.beside or ()),
+        begun=begun,
     )
 
 

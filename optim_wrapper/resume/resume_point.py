@@ -9,11 +9,12 @@ from pathlib import Path
 from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import groups_of
+from lastwords.checkpoint.meta import COMMITTED, groups_of
 from lastwords.checkpoint.remote.address import address_of
 from lastwords.checkpoint.remote.store import os_for
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, chosen_of, look_for
+from lastwords.sharding.describe import ranks_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ResumePoint:
     beside: names of what the saved run's loop had changed in variables, closures and globals, and in objects that these
     lead to: it is as this process has made it. What of it the loop reads belongs into `extras`; `exact` says nothing of
     it.
+    begun: the saved run's loop had come from the end of that step to the begin of the next one, on all ranks: what it
+    does in between (an evaluation, say) is done. False: it is not; or the loop makes no difference.
     """
 
     epoch: int | None
@@ -38,6 +41,7 @@ class ResumePoint:
     path: str = ""
     groups: tuple[tuple[str, ...], ...] = ()
     beside: tuple[str, ...] = ()
+    begun: bool = False
 
 
 def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> ResumePoint | None:
@@ -89,13 +93,29 @@ def _restart(root: Path) -> tuple[bool, OwnJobs | None]:
 
 def point_of(manifest: Manifest, path: Path) -> ResumePoint:
     """What a manifest says of the run's position."""
+    begun, why = begun_of(manifest)
     return ResumePoint(
         manifest.epoch if manifest.named else None,
         manifest.step if manifest.named else None,
         manifest.global_step,
-        manifest.exact,
-        tuple(map(str, manifest.reasons)),
+        manifest.exact and not why,
+        (*map(str, manifest.reasons), *filter(None, [why])),
         str(path),
         groups_of([unit.meta for unit in manifest.units.values()]),
         tuple(manifest.run.beside or ()),
+        begun,
+    )
+
+
+def begun_of(manifest: Manifest) -> tuple[bool, str]:
+    """Whether all ranks had begun the step after the saved one; and why it matters if only some had, or nothing."""
+    said = {rank: one.document for rank, one in manifest.locals.items() if one.meta.kind == COMMITTED}
+    begun = [rank for rank, document in said.items() if document.begun]
+    others = [rank for rank in said if rank not in begun]
+    moved = list(dict.fromkeys(name for rank in begun for name in said[rank].between))
+    if not others or not moved:
+        return bool(begun) and not others, ""
+    return False, (
+        f"{', '.join(moved)} changed between step_end() and the next step, which ranks {ranks_text(begun)} had begun, "
+        f"and ranks {ranks_text(others)} had not"
     )

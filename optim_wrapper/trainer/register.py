@@ -233,22 +233,8 @@ class TFTRegister:
                 self._model, self._recorder.streams, resumed.global_step, lambda: run.steps is None
             )
         place, groups = str(resumed.path), resumed.groups
-        return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, place, groups, resumed.beside)
-
-    def restore_streams(self) -> None:
-        """In a resumed loop of one's own: put the random streams back to where `resume()` found them.
-
-        For right before the first step, after whatever draws on the way there: building a DataLoader's iterator, say,
-        and fetching the batches that were done. Does nothing where there is nothing to put back: no checkpoint, or one
-        without this rank's streams, and `ResumePoint.reasons` has said so. ConfigError in `steps()`, which does it by
-        itself, and once a step has ended.
-        """
-        run = self._run
-        if run is None or run.steps is not None or run.begun:
-            raise ConfigError("restore_streams() is for custom loops; call it between resume() and the first step")
-        if run.resumed is not None and run.resumed.regions:
-            generators = run.resumed.at_step.before_the_loop._replace(values={})
-            self._recorder.put_back(run.resumed.regions, generators, last=False)
+        beside, begun = resumed.beside, resumed.begun
+        return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, place, groups, beside, begun)
 
     # ------------------------------------------------------------------ periodic checkpoints
 
@@ -325,6 +311,21 @@ class TFTRegister:
         """True if the batch in hand is the last one of its step: the one after which the optimizer updates."""
         steps = None if self._run is None else self._run.steps
         return steps is None or steps.ends_step
+
+    def step_begin(self) -> None:
+        """In a loop of one's own: the next step begins here, and here a resumed run goes on.
+
+        Called on every rank, at the same place in each step, after whatever the loop does between two steps: an
+        evaluation, a log, an iterator that is built. What has changed since `step_end()` (random streams, extras,
+        attributes) is saved as of here. The first call after `resume()` puts the random streams back to where they
+        were at this place. Only the first call after a `step_end()` counts, so a loop over micro-batches may call it
+        for each of them. ConfigError in `steps()`, which does all that by itself, and between `optimizer.step()` and
+        `step_end()`.
+        """
+        run = self._started("step_begin")
+        if run.steps is not None:
+            raise ConfigError("step_begin() is for custom loops: steps() begins each step by itself")
+        run.begin_step()
 
     def step_end(self, epoch: int | None = None, step: int | None = None) -> None:
         """The step is over, whether or not the optimizer updated in it; what follows (a log) changes nothing of it.

@@ -62,6 +62,10 @@ class Run:
         """Of a resumed loop of one's own: what only the loop can have made."""
         self._unnamed_since: Resumed | None = None
         """What it was resumed from, until the loop has called a step something."""
+        self._not_begun: Resumed | None = None
+        """What it was resumed from, until the loop has said where its first step begins."""
+        self._ended = self._says_begin = False
+        """A step has ended and the next one not begun; the loop says where steps begin."""
         self.steps: Steps | None = None
         """The loop, unless it is the user's own."""
         self.begun = False
@@ -92,7 +96,7 @@ class Run:
 
     def resume_after(self, resumed: Resumed) -> None:
         """All but the position in the data is that of the checkpoint now."""
-        self.resumed = self._unnamed_since = resumed
+        self.resumed = self._unnamed_since = self._not_begun = resumed
         self.recorder.named = resumed.last_named
         self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
         self._missing = self.recorder.attributes.put_where_it_is(resumed.at_step.values)
@@ -186,8 +190,22 @@ class Run:
     def round_over(self, epoch: int, step: int) -> None:
         """What the loop does after the end of this step is over, too."""
 
+    def begin_step(self) -> None:
+        """A loop of the user's own begins a step here: the streams are put back, or the copies taken once more."""
+        resumed, self._not_begun = self._not_begun, None
+        if resumed is not None and resumed.regions and not self.begun:
+            generators = resumed.at_step.before_the_loop._replace(values={})
+            self.recorder.put_back(resumed.regions, generators, last=False)
+        if self._ended:
+            self._ended, self._says_begin = False, True
+            self.look_again()
+
+    def look_again(self) -> None:
+        """What the loop does between the end of a step and the begin of the next one is over."""
+
     def end_step(self, position: Position | None) -> None:
         """A step is over. position: what the loop calls it."""
+        self._ended = True
 
     def want_save(self) -> None:
         """A checkpoint of the next step's end is wanted."""
@@ -290,6 +308,8 @@ class ProtectedRun(Run):
 
     def end_step(self, position: Position | None) -> None:
         """A step is over: its copies are taken, and every so many steps the replicas are compared. May park."""
+        super().end_step(position)
+        self.recorder.ends_early = self.recorder.ends_early or self._says_begin
         number = self._step.end_step(position)
         if self._on_first_end is not None:
             self._on_first_end.updated()
@@ -300,7 +320,16 @@ class ProtectedRun(Run):
     def round_over(self, epoch: int, step: int) -> None:
         """What the loop does after the end of this step is over, too: the copies are taken once more."""
         own_loop.refuse_update_after_end(self.protection.agent.stand)
-        self.protection.agent.between_steps(self.recorder.look_again)
+        self.look_again()
+
+    def begin_step(self) -> None:
+        """A loop of the user's own begins a step here."""
+        own_loop.refuse_begin_after_update(self.protection.agent.stand)
+        super().begin_step()
+
+    def look_again(self) -> None:
+        """The copies of the last step's end are taken once more. May park."""
+        self.protection.agent.between_steps(lambda: self.recorder.look_again(expected=self._says_begin))
 
     def want_save(self) -> None:
         """A checkpoint of the next step's end is wanted. Too late for one, it raises nothing: it may be a `finally`."""

@@ -31,9 +31,9 @@ class Track:
         self.world_size = world_size
         self.records = [read_records(directory / f"rank_{rank}.jsonl") for rank in range(world_size)]
 
-    def steps(self, rank: int) -> dict[int, dict[str, str]]:
+    def steps(self, rank: int, kind: str = "step") -> dict[int, dict[str, str]]:
         """Step -> values that this rank recorded at the end of its body; the newest where there are several."""
-        return {record["step"]: record["values"] for record in self.records[rank] if record["kind"] == "step"}
+        return {record["step"]: record["values"] for record in self.records[rank] if record["kind"] == kind}
 
     def last_step(self, rank: int) -> int:
         """Newest step whose body this rank has finished; 0 if none."""

@@ -102,7 +102,7 @@ class Loop:
             self.loader.sampler.set_epoch(epoch - 1)
             batches = iter(self.loader)
             if done:
-                tft.restore_streams()
+                tft.step_begin()
             for batch in batches:
                 done += 1
                 yield epoch, done, batch

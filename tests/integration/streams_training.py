@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> None:
         point = tft.resume() if plan["recover"] else None
         done = 0 if point is None else point.global_step
         if plan["loop"] == "own":
-            for epoch, step, x in batches_of(loader, done, lambda first: first and point and tft.restore_streams()):
+            for epoch, step, x in batches_of(loader, done, lambda first: first and point and tft.step_begin()):
                 train(STEPS_PER_EPOCH * (epoch - 1) + step, optimizer, x, jitter)
                 if step == 1 and point is not None:
                     said(plan, rank, tft)

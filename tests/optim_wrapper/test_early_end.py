@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import lastwords
+from lastwords.checkpoint.meta import COMMITTED, StepDocument
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
-from lastwords.optim_wrapper.loop.own_loop import refuse_update_after_end
+from lastwords.optim_wrapper.loop.own_loop import refuse_begin_after_update, refuse_update_after_end
+from lastwords.optim_wrapper.resume.resume_point import begun_of
 from lastwords.processor.box_reader import BoxReader
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import Phase, Stand
@@ -126,6 +129,44 @@ def test_an_update_after_the_end_of_its_step_is_refused() -> None:
     refuse_update_after_end(Stand(Phase.COMPUTING, 3))
     with golden.raises(ConfigError):
         refuse_update_after_end(Stand(Phase.UPDATED, 4))
+
+
+def test_a_step_that_begins_before_the_last_one_has_ended_is_refused() -> None:
+    refuse_begin_after_update(Stand(Phase.COMPUTING, 3))
+    with golden.raises(ConfigError):
+        refuse_begin_after_update(Stand(Phase.UPDATED, 4))
+
+
+@pytest.mark.parametrize("log", [draw, count, slow_down])
+def test_what_has_moved_before_the_next_step_begins_is_told_from_the_first_time_on(rank: Rank, log: Any) -> None:
+    rank.end_early(1)
+    assert rank.reasons(1) == []
+    log(rank)
+    assert "after step_end() of step 1" in rank.reasons(1)[0], "the first time, in the incident itself"
+    rank.recorder.look_again(expected=True)
+    draw(rank)
+    assert rank.reasons(1) == [], "it has begun: what moves now is the next step's"
+
+
+@pytest.mark.parametrize(
+    ("documents", "begun", "told"),
+    [
+        ([{}, {}], False, False),
+        ([{"begun": True, "between": ["rng/torch"]}, {"begun": True}], True, False),
+        ([{"begun": True}, {"begun": False}], False, False),
+        ([{"begun": True, "between": ["rng/torch"]}, {"begun": False}], False, True),
+        ([{"begun": True, "between": ["rng/torch"]}, {}], False, True),
+    ],
+    ids=["no difference", "all", "some, but nothing moved", "some", "some, for the first time"],
+)
+def test_only_where_all_ranks_had_begun_the_next_step_it_is_the_one_that_goes_on(
+    documents: list[Any], begun: bool, told: bool
+) -> None:
+    locals_ = {rank: SimpleNamespace(document=StepDocument(**one), meta=SimpleNamespace(kind=COMMITTED))
+               for rank, one in enumerate(documents)}  # fmt: skip
+    manifest: Any = SimpleNamespace(locals=locals_)
+    found, why = begun_of(manifest)
+    assert (found, bool(why)) == (begun, told)
 
 
 def test_the_block_of_a_step_ends_it_unless_an_exception_leaves_it(

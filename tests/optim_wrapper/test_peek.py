@@ -138,15 +138,26 @@ def test_the_streams_are_put_back_after_what_was_drawn_on_the_way(
     state = replace(state, meta=replace(state.meta, extras=stored))
     published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
     with register(tmp_path, monkeypatch) as tft:
-        tft.restore_streams()  # nothing was resumed: nothing to put back
+        tft.step_begin()  # nothing was resumed: nothing to put back
         assert tft.resume() is not None
         torch.rand(3)
         assert not torch.equal(torch.get_rng_state(), wanted), "the control"
-        tft.restore_streams()
+        tft.step_begin()
         assert torch.equal(torch.get_rng_state(), wanted)
+        torch.rand(3)
+        drawn = torch.get_rng_state()
+        tft.step_begin()  # of the step's second micro-batch
+        assert torch.equal(torch.get_rng_state(), drawn)
         tft.step_end()
+        tft.step_begin()
+        assert torch.equal(torch.get_rng_state(), drawn), "only the first step begins where the saved run had begun"
+
+
+def test_steps_begins_each_step_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with register(tmp_path, monkeypatch) as tft:
+        tft.steps([1], 1)
         with golden.raises(ConfigError):
-            tft.restore_streams()
+            tft.step_begin()
 
 
 @pytest.mark.parametrize("own_loop", [False, True])

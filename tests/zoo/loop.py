@@ -48,6 +48,7 @@ class Loop:
     per_epoch = 4
     accumulate = 1
     own_loop = False
+    begins = False
 
     def __init__(self, rank: int, shield: Callable[[Any], Any], at: Callable[[str], None]) -> None:
         self.rank, self.shield, self.at = rank, shield, at
@@ -228,7 +229,10 @@ class Loop:
     micro = 0
 
     def plain(self, loader: Any, done: int, ready: Callable[[], None]) -> Iterator[tuple[int, int, Any]]:
-        """The batches without `steps()`, from after step `done`; `ready` is called once the data is there."""
+        """The batches without `steps()`, from after step `done`; `ready` is called once the data is there.
+
+        Where the loop `begins` its steps, it is called at the begin of each of them, and nowhere else.
+        """
         for epoch in range(1, self.epochs + 1):
             first = (epoch - 1) * self.per_epoch
             if done >= first + self.per_epoch:
@@ -236,7 +240,7 @@ class Loop:
                     self.epoch = epoch
                     self.epoch_end()  # which comes after the step's end, and so was not saved
                 continue
-            if done == first:
+            if done == first and not self.begins:
                 ready()
             if hasattr(loader.sampler, "set_epoch"):
                 loader.sampler.set_epoch(epoch - 1)
@@ -244,7 +248,7 @@ class Loop:
                 step, self.micro = index // self.accumulate + 1, index % self.accumulate
                 self.ends_step = self.micro == self.accumulate - 1
                 if first + step > done:
-                    if done > first and first + step == done + 1 and self.begins_step:
+                    if self.begins_step and (self.begins or (done > first and first + step == done + 1)):
                         ready()
                     yield epoch, step, batch
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: S
         if plan["recover"]:
             point = tft.resume()
             done = loop.step = point.global_step
-            said = {"exact": point.exact, "reasons": point.reasons, "beside": point.beside}
+            said = {one: getattr(point, one) for one in ("exact", "reasons", "beside", "begun")}
             recorder.write("resumed", done, values=recorder.state(), **said)
         loop.resumed()
         loop.end_step = tft.step_end
@@ -187,7 +187,7 @@ def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: S
                 tft.step_end(epoch, step)
 
         if loop.own_loop:
-            loop.run(loop.plain(loop.loader(), done, tft.restore_streams), ended)
+            loop.run(loop.plain(loop.loader(), done, beginning(loop, recorder, tft.step_begin)), ended)
         else:
             loop.run(named_steps(tft, loop), ended)
 
@@ -199,6 +199,16 @@ def named_steps(tft: Any, loop: Loop) -> Iterator[tuple[int, int, Any]]:
         loop.micro, loop.ends_step = micro, tft.ends_step
         micro = 0 if tft.ends_step else micro + 1
         yield item
+
+
+def beginning(loop: Loop, recorder: Recorder, begin: Callable[[], None]) -> Callable[[], None]:
+    """What a loop of one's own calls where it begins a step; once, after a resume, unless it `begins` each of them."""
+
+    def begun() -> None:
+        begin()
+        recorder.write("begun", loop.step, values=recorder.state())
+
+    return begun if loop.begins else begin
 
 
 def nothing() -> None:
@@ -222,7 +232,9 @@ def main(arguments: list[str]) -> None:
     recorder = Recorder(loop, Path(plan["out"]))
     if plan["plain"]:
         loop.resumed()
-        loop.run(loop.plain(loop.loader(), 0, nothing), lambda epoch, step: recorder.step_done())
+        loop.run(
+            loop.plain(loop.loader(), 0, beginning(loop, recorder, nothing)), lambda epoch, step: recorder.step_done()
+        )
         dist.barrier()
     else:
         run_protected(plan, loop, recorder, stage)

@@ -1,10 +1,14 @@
-"""Loops that end their step before their log: a death in the log's collective finds a whole step."""
+"""Loops that end their step before what else they do: a death in there finds a whole step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.zoo.loop import Loop, recipe
 from tests.zoo.recipes_moving import Byol
@@ -81,3 +85,70 @@ class EarlyLogDraws(Early):
     def after_log(self) -> None:
         super().after_log()
         self.values["drawn"] = torch.rand(())
+
+
+class Between(Loop):
+    """A custom loop that evaluates after every second step, and says where each step begins. `epoch`: a death in the
+    evaluation."""
+
+    own_loop = begins = True
+
+    def finish(self, step: int, ended: Callable[[int, int], None]) -> None:
+        ended(self.epoch, step)
+        if self.step % 2 == 0:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        self.drawn = torch.rand(())
+        self.at("epoch")
+
+
+@recipe("between_draws", "a custom loop whose evaluation draws after every second step, with `step_begin()`",
+        "fwd@5 bwd@5 end@7 win@6 epoch@6", {"epoch bwd": "step_end()", "win end": "step's end"},
+        mixes=False)  # fmt: skip
+class BetweenDraws(Between):
+    pass
+
+
+@recipe("between_draws_first", "the same, where the first evaluation is the last", "epoch@2", {"epoch": "step_end()"},
+        mixes=False)  # fmt: skip
+class BetweenDrawsFirst(Between):
+    pass
+
+
+@recipe("between_four", "the same on four ranks: one dies in the evaluation, the others are beyond it",
+        "epoch@4 fwd@7", {"epoch": "step_end()"}, mixes=False, victim=2)  # fmt: skip
+class BetweenFour(Between):
+    ranks = 4
+
+
+@recipe("between_gathers", "the same; all ranks stand in the evaluation's collective when one dies", "epoch@2 fwd@3",
+        {"epoch": "step_end()"}, mixes=False)  # fmt: skip
+class BetweenGathers(Between):
+    def evaluate(self) -> None:
+        super().evaluate()
+        dist.all_reduce(self.drawn)
+
+
+@recipe("between_shuffles", "the same; the evaluation shuffles, and a scheduler is stepped after it", "fwd@5 epoch@4",
+        {"epoch": "step_end()"}, mixes=False)  # fmt: skip
+class BetweenShuffles(Between):
+    def setup(self) -> None:
+        super().setup()
+        self.extras["scheduler"] = self.scheduler = StepLR(self.opt, 1, gamma=0.5)
+        generator = torch.Generator().manual_seed(9)
+        self.held_out = TensorDataset(torch.randn(8, 8, generator=generator))
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            for (x,) in DataLoader(self.held_out, 4, shuffle=True):
+                self.bare(x)
+        self.scheduler.step()
+        self.at("epoch")
+
+
+@recipe("between_nothing", "a custom loop with `step_begin()`: nothing changes in between", "fwd bwd end win@6 epoch@4",
+        mixes=False)  # fmt: skip
+class BetweenNothing(Between):
+    def evaluate(self) -> None:
+        self.at("epoch")

@@ -48,6 +48,8 @@ SILENT = [
     ("variables", "loss_average_kept", "fwd"),
     more("variables", "hard_replay_kept", "fwd"),
     ("names", "bandit", "fwd"),
+    ("where steps begin", "between_gathers", "epoch"),
+    more("where steps begin", "between_draws_first", "epoch"),
 ]
 
 

@@ -178,14 +178,14 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
 
 
 def restored_difference(reference: Track, resumed: Track, step: int) -> str:
-    """What resume() left against the state after that step; empty if nothing differs.
+    """What resume() left against the state after that step, or as of the next one's begin; empty if nothing differs.
 
     Generators of the user's own may belong to a loader, which is not there yet: they are compared after each step.
     """
     for rank in range(reference.world_size):
         record = resumed.one(rank, "resumed")
         assert record is not None
-        theirs = reference.steps(rank).get(step, {})
+        theirs = reference.steps(rank, "begun" if record["begun"] else "step").get(step, {})
         state = without_own({name: value for name, value in theirs.items() if "/" in name})
         if step and (names := differing(state, without_own(record["values"]))):
             return f"restored on rank {rank}: {names[:8]}"
