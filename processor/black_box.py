@@ -221,6 +221,11 @@ class BlackBox:
         """Leave a region out of all copies begun from now on."""
         self._set_present(name, 0)
 
+    def holds(self, slot: int, name: str) -> bool:
+        """Whether the copy in `slot` has this region. Any thread, while nothing is written there."""
+        place = self._map.slots[slot]
+        return name in place.regions and bool(self._bytes[place.present_at + place.regions[name].index])
+
     def leave_out(self, slot: int, name: str) -> None:
         """The copy that is open in `slot` has no such region after all."""
         place = self._map.slots[slot]

@@ -210,7 +210,6 @@ class BoxTensors:
         self._checked: list[int] = []  # places of those whose form may change under the same object
         self._sharded: list[int] = []
         self._forms: list[Form] = []
-        self._held: dict[int, frozenset[str]] = {}
 
     def add(self, kept: Kept) -> None:
         """Have this in the copies, from the next box on if the one of now has no room for it."""
@@ -270,7 +269,8 @@ class BoxTensors:
 
     def held(self, slot: int | None) -> frozenset[str]:
         """What is in the copy in a slot."""
-        return frozenset() if slot is None else self._held.get(slot, frozenset())
+        box = self._box
+        return frozenset(name for name in self._kept if box is not None and slot is not None and box.holds(slot, name))
 
     # ------------------------------------------------------------------ Capture
 
@@ -284,7 +284,6 @@ class BoxTensors:
         self._box, self.needs_room = box, False
         self._active, self._known, self._sources, self._away = [], [], [], []
         self._targets, self._views = {slot: [] for slot in box.step_slots}, {}
-        self._held = {}
         for kept in self._kept.values():
             if not kept.waits:
                 self._activate(kept)
@@ -335,7 +334,6 @@ class BoxTensors:
             for name in before - self._names[early]:
                 self._bound.leave_out(slot, name)
             self._copy(slot, early)
-        self._held[slot] = self._names[early]
         for place in self._loose:
             self._sources[place] = _NOTHING
 

@@ -116,19 +116,26 @@ class BoxRecorder:
     None of its methods raises because of what is captured: what cannot be kept is told to the captures' ledger.
     """
 
-    def __init__(self, box: BlackBox, captures: Sequence[Capture], *, habits: Habits | None = None) -> None:
+    def __init__(
+        self,
+        box: BlackBox,
+        captures: Sequence[Capture],
+        *,
+        habits: Habits | None = None,
+        carried: BoxRecorder | None = None,
+    ) -> None:
         """`box` was made with `regions(captures)` in its layout.
 
-        habits: what the box before this one, or the run that is resumed, has learned.
+        habits: what the run that is resumed has learned. carried: that of the box whose copies this one begins with.
         """
         self.box = box
         self._captures = tuple(captures)
-        self._slots: dict[int, tuple[SlotKind, int]] = {}
+        self._slots: dict[int, tuple[SlotKind, int]] = {} if carried is None else dict(carried._slots)
         self.late = Recurrence()
         """In which steps the state has moved between its tentative and its committed copy."""
         self.moved = ""
         """The first region that had moved so, the last time."""
-        self.learn(habits or Habits())
+        self.learn(habits or (Habits() if carried is None else carried.habits))
         for capture in self._captures:
             capture.bind(box)
 

@@ -189,8 +189,7 @@ class StepRecorder:
         captures = (self.rng, self.tensors)
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
-        habits = self._habits if carried is None else carried.habits
-        self._box = BoxRecorder(box, captures, habits=habits)
+        self._box = BoxRecorder(box, captures, habits=self._habits if carried is None else None, carried=carried)
         self._say_reasons()
         if self._hook is None and not at_gate:
             self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))

@@ -445,6 +445,32 @@ def test_the_step_before_one_without_an_update_can_still_be_saved(tmp_path: Path
         job.source.unit_state(UNIT_REPLICATED, 2, Stand(Phase.UPDATED, 3))
 
 
+def test_the_copies_of_a_box_that_had_to_grow_are_those_of_the_new_one(tmp_path: Path) -> None:
+    """The step without an update carries gradients: from its end on there is another box, with room for them."""
+    job = Job(tmp_path)
+    job.net.norm = torch.nn.BatchNorm1d(8)
+    job.recorder.close()
+    job.recorder = StepRecorder(job.net, [job.optimizer], None, None)
+    job.recorder.agree_units(World(), next_prefix(), ())
+    job.source = job.recorder.make_source(lambda rank: tmp_path / "box", lambda step: {})
+    boxes: list[Any] = []
+    job.recorder.open_box(lambda make: boxes.append(make(tmp_path / "box")), at_gate=True)
+    job.recorder.begin(0, None)
+    count = job.net.norm.num_batches_tracked
+    assert isinstance(count, torch.Tensor)
+    for step in (1, 2, 3):
+        count.add_(1)
+        job.run(1, updates=step < 3)
+    assert len(boxes) > 1, "it has grown"
+    state = job.source.unit_state(UNIT_REPLICATED, 2, Stand(Phase.SKIPPED, 3))
+    assert state.meta.reasons == []
+    assert not [spec.name for spec, _ in state.tensors if "norm.num_batches" in spec.name], "it is in the box"
+    (local,) = job.source.local_states([0], 2).values()
+    (memory,) = [memory for spec, memory in local.tensors if "norm.num_batches" in spec.name]
+    assert int.from_bytes(bytes(memory), "little") == 2
+    assert local.exact
+
+
 def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(1)
