@@ -235,12 +235,14 @@ class PublishFailed:
 class NewestKnown:
     """What there is to go on from where nothing can be saved: the answer to one LookForNewest.
 
-    step: of the newest complete checkpoint. path: "" if there is none.
+    step: of the newest complete checkpoint. path: "" if there is none. own: it is this job's; steps of another one say
+    nothing of how far this one has come.
     """
 
     incident: int
     step: int
     path: str
+    own: bool = True
 
 
 @dataclass(frozen=True, slots=True)

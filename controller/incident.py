@@ -196,7 +196,8 @@ class Incident(IncidentState):
             self._await(behind)
             return
         known = self.newest.known
-        if isinstance(answer := or_steps_back(context, saving, views, answer, known.step if known else 0), Decision):
+        newest_step = known.step if known and known.own else 0
+        if isinstance(answer := or_steps_back(context, saving, views, answer, newest_step), Decision):
             self._carry_out(answer)
         else:
             self._cannot_save(answer)

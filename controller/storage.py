@@ -193,11 +193,15 @@ class StorageJobs:
     def _look_for_newest(self, effect: events.LookForNewest) -> None:
         try:
             path = self._newest()
-            step = 0 if path is None else Claimed.read(path).global_step  # true of what was just found to be sound
+            claimed = None if path is None else Claimed.read(path)  # true of what was just found to be sound
         except LastWordsError as error:
             _log.info("cannot determine the newest checkpoint: %s", error)
             return
-        self._on_event(events.NewestKnown(effect.incident, step, "" if path is None else str(path)))
+        if path is None or claimed is None:
+            self._on_event(events.NewestKnown(effect.incident, 0, ""))
+        else:
+            own = claimed.job == self._spec.job
+            self._on_event(events.NewestKnown(effect.incident, claimed.global_step, str(path), own))
 
     def _newest(self) -> Path | None:
         """What a start of this job resumes from: its own newest one, or else one of a job that it has resumed from.

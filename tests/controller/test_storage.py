@@ -444,9 +444,9 @@ def test_the_newest_is_that_of_the_job_or_else_of_one_that_it_has_resumed_from(t
     path = put("stranger", 500)
     for start in starts.Start(1, "stranger", LAUNCH), starts.Start(2, "digits", LAUNCH, jobs=("before",)):
         (answers.root / layout.start_name(start.generation)).write_bytes(start.encode())
-    assert found() == (events.NewestKnown(2, 0, "") if own_only else events.NewestKnown(2, 500, str(path)))
+    assert found() == (events.NewestKnown(2, 0, "") if own_only else events.NewestKnown(2, 500, str(path), own=False))
     path = put("before", 30)
-    assert found() == events.NewestKnown(2, 30, str(path))
+    assert found() == events.NewestKnown(2, 30, str(path), own=False)
     path = put("digits", 20)
     put("stranger", 510)
     assert found() == events.NewestKnown(2, 20, str(path))
