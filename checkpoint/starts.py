@@ -82,7 +82,7 @@ class Start:
         """FormatError."""
         content = decode_document(raw, where=where, version_max=START_FORMAT)
         launch = {key: content.get(key) for key in _OF_LAUNCH}
-        with told(where):
+        with told(where):  # a file has to say `jobs`, and nothing of a restart
             return typed({"jobs": None, **content, "launch": launch, "restarted": False}, Start, "")
 
 

@@ -281,7 +281,7 @@ class Transformation:
             return moved, "unknown"
         raw = read_whole(path, self._os, bytes_max=_DOCUMENT_BYTES_MAX)
         content = decode_document(raw, where=path, version_max=IDENTITY_FORMAT)
-        with told(path):
+        with told(path):  # here the two sums have no default
             moved = typed({"manifest": None, "strategy": None, **content}, Moved, "")
             return moved, typed(content.get("source"), str, "source")
 

@@ -46,7 +46,7 @@ class Record:
         's3://b/c'
         """
         content = decode_document(raw, where=where, version_max=UPLOADED_FORMAT, remedy=_REMEDY)
-        with told(where, _REMEDY):
+        with told(where, _REMEDY):  # a file has to say what has a default here
             return typed({"url": None, "names": None, **content}, Record, "")
 
 
