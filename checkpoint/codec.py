@@ -6,9 +6,11 @@ looked for here, only where something is wrong.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import msgspec
 
@@ -19,6 +21,9 @@ T = TypeVar("T")
 INTEGER_MAX: Final = (1 << 63) - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 """A size, a place, a step: what may be negative is nowhere in a file."""
+Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+"""The form of every xxh3_64 here."""
 
 _MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$(.*)`)?", re.DOTALL)
 _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
@@ -27,7 +32,8 @@ _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]|\[\.\.\.\]")
 def typed(value: Any, kind: type[T], path: str) -> T:
     """`value`, as JSON has it, as a value of `kind`. Keys that `kind` does not know are left out.
 
-    FormatError names what is wrong by its path, which begins with `path`: the caller adds the file.
+    FormatError names what is wrong by its path, which begins with `path` (""; of a file as a whole): the caller adds
+    the file.
 
     >>> typed({"a": [1, "2"]}, dict[str, list[int]], "sizes")
     Traceback (most recent call last):
@@ -39,7 +45,24 @@ def typed(value: Any, kind: type[T], path: str) -> T:
     except msgspec.ValidationError as error:
         raise FormatError(_told(value, kind, str(error), path)) from None
     except UnicodeError:  # half of a surrogate pair, which JSON can say and no UTF-8: the complaint cannot be worded
-        raise FormatError(f"{path}: holds text that is no Unicode") from None
+        if is_dataclass(kind) and isinstance(value, dict):
+            kinds = get_type_hints(kind, include_extras=True)
+            for name in kinds.keys() & value.keys():
+                typed(value[name], kinds[name], f"{path}.{name}")
+        raise FormatError(f"{path.removeprefix('.') or 'it'}: holds text that is no Unicode") from None
+
+
+def brief(value: Any) -> dict[str, Any]:
+    """Fields of a frozen type as they stand in a file, but for those that have their default: `typed` knows it.
+
+    Frozen types in them stay what they are until they are encoded (`document`).
+    """
+    return {name: item for name, default in _fields(value.__class__) if (item := getattr(value, name)) != default}
+
+
+@functools.cache
+def _fields(kind: Any) -> list[tuple[str, Any]]:
+    return [(one.name, one.default) for one in fields(kind)]
 
 
 def from_json(raw: bytes | str, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
@@ -71,7 +94,8 @@ def _told(value: Any, kind: Any, message: str, path: str) -> str:
     for key in keys:
         known = isinstance(key, str) and key.isidentifier()
         path += f".{key}" if known else f"[{key!r}]"
-    return f"{'a key of ' if of_key else ''}{path}: {what[:1].lower()}{what[1:]}"
+    place = path.removeprefix(".")
+    return f"{'a key of ' if of_key else ''}{place}{': ' if place else ''}{what[:1].lower()}{what[1:]}"
 
 
 def _wrong_key(value: Any, kind: Any, message: str, keys: list[str | int]) -> str:

@@ -12,7 +12,7 @@ from lastwords.checkpoint.entries import together
 from lastwords.checkpoint.manifest import Manifest, contradiction
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.part_head import LocalSummary, PartHead
-from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
+from lastwords.checkpoint.part_tables import Heads, LocalHead, PartTables, UnitHead
 from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.vocabulary import Share
@@ -119,8 +119,8 @@ def _left_in_parts(parts: Sequence[PartHead], global_step: int) -> dict[str, Any
     tables = PartTables(Path(), heads, global_step, REAL_OS)  # only to be encoded: nothing is read through it
     return {
         "files": tuple(files.values()),
-        "units": UnitTables(tables),
-        "locals": LocalTables(tables),
+        "units": tables.units,
+        "locals": tables.locals,
     }
 
 

@@ -7,16 +7,18 @@ Inner keys keep their order, because a dict of the user's comes back in the orde
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
-from lastwords.checkpoint.codec import INTEGER_MAX, Number, T, typed
+from lastwords.checkpoint.codec import brief
 from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import FormatError
 
@@ -44,41 +46,43 @@ _STEP_ITEMS = 256
 """So many items of a long list or object are encoded at once: a millisecond."""
 
 
-def _listed(value: Any) -> list[Any]:
-    """An iterator is a list of which the items are made when they are written."""
-    if not isinstance(value, Iterator):
+def _plain(value: Any) -> Any:
+    """A frozen type says what stands in the file, if only by its fields."""
+    if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
-    return list(value)
+    return value.to_json() if hasattr(value, "to_json") else brief(value)
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_listed)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain)
 
 
-def _compact(value: Any) -> str:
+def compact(value: Any) -> str:
+    """JSON without white space, also of frozen types."""
     return _ENCODER.encode(value)
 
 
 def in_steps(value: Any, depth: int = 4) -> str:
     """JSON without white space, in small steps: one call for 100 000 tensors would keep every other thread waiting."""
-    if type(value) is dict and all(type(key) is str for key in value):
+    if is_dataclass(value):
+        value = _plain(value)
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
         if len(value) > _STEP_ITEMS:
             pairs = iter(value.items())
             tables = iter(lambda: dict(itertools.islice(pairs, _STEP_ITEMS)), {})
-            return "{" + ",".join([_compact(step)[1:-1] for step in tables]) + "}"
+            return "{" + ",".join([compact(step)[1:-1] for step in tables]) + "}"
         if depth:
-            inner = [f"{_compact(key)}:{in_steps(item, depth - 1)}" for key, item in value.items()]
+            inner = [f"{compact(str(key))}:{in_steps(item, depth - 1)}" for key, item in value.items()]
             return "{" + ",".join(inner) + "}"
-    if isinstance(value, Iterator) or (type(value) is list and len(value) > _STEP_ITEMS):
-        items = iter(value)
-        steps = iter(lambda: list(itertools.islice(items, _STEP_ITEMS)), [])
-        return "[" + ",".join([_compact(step)[1:-1] for step in steps]) + "]"
-    return _compact(value)
+    if type(value) in (list, tuple) and len(value) > _STEP_ITEMS:
+        steps = (value[at : at + _STEP_ITEMS] for at in range(0, len(value), _STEP_ITEMS))
+        return "[" + ",".join([compact(step)[1:-1] for step in steps]) + "]"
+    return compact(value)
 
 
 def encode_document(content: Mapping[str, Any]) -> bytes:
     """Bytes of the file, checksum included."""
     assert "checksum" not in content
-    lines = [f"{_compact(key)}: {in_steps(value)}" for key, value in sorted({**content, "checksum": _NO_SUM}.items())]
+    lines = [f"{compact(key)}: {in_steps(value)}" for key, value in sorted({**content, "checksum": _NO_SUM}.items())]
     raw = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
     place = _checksum_place(raw)
     assert place is not None
@@ -109,7 +113,7 @@ def _checksum_place(raw: bytes) -> tuple[int, int] | None:
 
 def lines_of(raw: bytes, keys: Collection[str]) -> bytes:
     """A JSON object with some of the top level's keys, without a look at the others."""
-    wanted = {_compact(key).encode("ascii") for key in keys}
+    wanted = {compact(key).encode("ascii") for key in keys}
     lines = {key: raw[begin:end].removesuffix(b",") for key, begin, end in _lines(raw) if key in wanted}
     return b"{" + b",".join(lines.values()) + b"}"
 
@@ -124,7 +128,8 @@ def decode_document(
 ) -> dict[str, Any]:
     """Content of the file; FormatError, with `remedy`, if it is damaged or of a format newer than `version_max`.
 
-    only: the top-level keys that are wanted; the bytes of the others are checked as well, but not decoded.
+    only: the top-level keys that are wanted, and have to be there; the bytes of the others are checked as well, but
+    not decoded.
     """
     place = _checksum_place(raw)
     if place is None:
@@ -150,13 +155,15 @@ def decode_document(
         raise FormatError(
             f"{where} was written by a newer lastwords, format {version}; this one reads up to {version_max}; upgrade"
         )
+    if missing := [key for key in only if key not in content]:
+        raise FormatError(damage(where, f"{missing[0]} is missing", remedy))
     return content
 
 
-def items_of(raw: bytes, key: str, where: Path, remedy: str) -> Iterator[tuple[str, str, Any]]:
+def items_of(raw: bytes, key: str) -> Iterator[tuple[str, str, Any]]:
     """Key, text and content of each item of a top-level object, of which one at a time is in memory.
 
-    For a document whose checksum has been found right. FormatError, with `remedy`, for what is no such object.
+    For a document whose checksum has been found right. FormatError, inside `told`, for what is no such object.
     """
     line = lines_of(raw, (key,)).decode("ascii")
     decoder = json.JSONDecoder()
@@ -169,9 +176,9 @@ def items_of(raw: bytes, key: str, where: Path, remedy: str) -> Iterator[tuple[s
             yield str(name), line[begin:at], value
             at += line.startswith(",", at)
     except (ValueError, IndexError, RecursionError) as error:
-        raise FormatError(damage(where, f"{key} cannot be read ({error})", remedy)) from error
+        raise FormatError(f"{key} cannot be read ({error})") from error
     if not at:
-        raise FormatError(damage(where, f"{key} is missing or is not an object", remedy))
+        raise FormatError(f"{key} is missing or is not an object")
 
 
 def read_document(path: Path, os: Os) -> bytes:
@@ -235,71 +242,10 @@ def damage(where: Path | str, what: str, remedy: str = CHECKPOINT_REMEDY) -> str
     return f"{where} is damaged: {what}; {remedy}"
 
 
-class Fields:
-    """Typed access to a JSON object; every complaint is a FormatError that names the file, the field and `remedy`."""
-
-    def __init__(self, table: Any, where: Path | str, path: str = "", remedy: str = CHECKPOINT_REMEDY) -> None:
-        self._where = where
-        self._path = path
-        self._remedy = remedy
-        if not isinstance(table, dict):
-            self.refuse(f"{path or 'it'} is not an object")
-        self._table: dict[str, Any] = table
-
-    def refuse(self, what: str) -> NoReturn:
-        raise FormatError(damage(self._where, what, self._remedy))
-
-    def _get(self, key: str) -> Any:
-        if key not in self._table:
-            self.refuse(f"{self._path}{key} is missing")
-        return self._table[key]
-
-    def keys(self) -> list[str]:
-        return sorted(self._table)
-
-    def raw(self, key: str) -> Any:
-        return self._get(key)
-
-    def integer(self, key: str, *, least: int = 0) -> int:
-        value = self._get(key)
-        if type(value) is not int or value < least:
-            self.refuse(f"{self._path}{key} is {value!r:.100}, not an integer of at least {least}")
-        if value > INTEGER_MAX:
-            self.refuse(f"{self._path}{key} is {value!r:.100}, more than {INTEGER_MAX}")
-        return value
-
-    def text(self, key: str) -> str:
-        value = self._get(key)
-        if not isinstance(value, str):
-            self.refuse(f"{self._path}{key} is not text")
-        return value
-
-    def truth(self, key: str) -> bool:
-        value = self._get(key)
-        if type(value) is not bool:
-            self.refuse(f"{self._path}{key} is not true or false")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        return self.value(key, tuple[str, ...])
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        return self.value(key, tuple[Number, ...])
-
-    def value(self, key: str, kind: type[T]) -> T:
-        """A value of any type that `codec.typed` knows."""
-        try:
-            return typed(self._get(key), kind, f"{self._path}{key}")
-        except FormatError as error:
-            self.refuse(str(error))
-
-    def inner(self, key: str) -> Fields:
-        return Fields(self._get(key), self._where, f"{self._path}{key}.", self._remedy)
-
-    def inners(self, key: str) -> list[Fields]:
-        value = self._get(key)
-        if not isinstance(value, list):
-            self.refuse(f"{self._path}{key} is not a list")
-        return [
-            Fields(item, self._where, f"{self._path}{key}[{index}].", self._remedy) for index, item in enumerate(value)
-        ]
+@contextlib.contextmanager
+def told(where: Path | str, remedy: str = CHECKPOINT_REMEDY) -> Iterator[None]:
+    """What is wrong with what a file says: a FormatError from in here comes out with its name and `remedy`."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(damage(where, str(error), remedy)) from error

@@ -5,20 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.codec import INTEGER_MAX, Checksum, Number, brief, typed
 from lastwords.checkpoint.cuts import Whole, joined, plan_sum
-from lastwords.checkpoint.document import Fields
 from lastwords.checkpoint.format import TensorSpec, is_checksum
 from lastwords.checkpoint.meta import LocalMeta, MetaHead, StepDocument, UnitMeta
 from lastwords.checkpoint.meta_checks import local_problem, unit_problem
-from lastwords.checkpoint.reason import Reason, reasons_in
+from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.storable import pack, unpack
-from lastwords.errors import FormatError
+from lastwords.errors import ConfigError, FormatError
 from lastwords.vocabulary import Share
+
+K = TypeVar("K", str, int)
+E = TypeVar("E", bound="Entry")
+
+_RankText = Annotated[str, Meta(pattern=layout.NUMBER)]
+_PathText = Annotated[str, Meta(pattern=layout.PART.pattern)]
+_Table = dict[str, bool | int | float | str | list[Any] | dict[str, Any]]
+"""An object in which nothing is null: what its writer did not know is not there."""
+
+_JOINED: dict[str, Any] = {"shares": (), "wholes": {}}
+"""What no file says of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +39,22 @@ class FileEntry:
     part_bytes, part_sum: of the part.json beside it, where a manifest leaves the chunks and tables to that.
     """
 
-    path: str
-    bytes: int
-    header_bytes: int
-    header_sum: str
-    chunks: tuple[str, ...]
-    part_bytes: int = 0
-    part_sum: str = ""
+    path: _PathText
+    bytes: Number
+    header_bytes: Annotated[int, Meta(ge=8, le=INTEGER_MAX)]
+    header_sum: Checksum
+    chunks: tuple[Checksum, ...] = ()
+    part_bytes: Number = 0
+    part_sum: Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")] = ""
+
+    def __post_init__(self) -> None:
+        if not bool(self.chunks) != bool(self.part_bytes) == bool(self.part_sum):
+            raise ConfigError(f"{self.path} needs either chunks, or part_bytes and part_sum")
 
     @property
     def description(self) -> str:
         """Path of the part.json beside the file."""
         return f"{self.path.partition('/')[0]}/{layout.PART_NAME}"
-
-    def to_json(self) -> dict[str, Any]:
-        said = {
-            "path": self.path,
-            "bytes": self.bytes,
-            "header_bytes": self.header_bytes,
-            "header_sum": self.header_sum,
-        }
-        if self.part_sum:
-            return said | {"part_bytes": self.part_bytes, "part_sum": self.part_sum}
-        return said | {"chunks": list(self.chunks)}
-
-    @staticmethod
-    def from_json(fields: Fields, where: Path, *, described: bool = False) -> FileEntry:
-        """described: the rest stands in a part.json."""
-        path = str(layout.PartPath.parse(fields.text("path"), where=str(where)))
-        header_sum = fields.text("header_sum")
-        chunks = () if described else fields.texts("chunks")
-        part_sum = fields.text("part_sum") if described else ""
-        if not all(is_checksum(text) for text in (*chunks, header_sum, *((part_sum,) if described else ()))):
-            fields.refuse(f"a checksum of {path} is not 16 hexadecimal digits")
-        size, header_bytes = fields.integer("bytes"), fields.integer("header_bytes", least=8)
-        part_bytes = fields.integer("part_bytes", least=1) if described else 0
-        return FileEntry(path, size, header_bytes, header_sum, chunks, part_bytes, part_sum)
 
 
 @dataclass(frozen=True)
@@ -73,18 +64,15 @@ class Entry:
     said: its `meta` as JSON, which publication passes on as it is; `meta` is what it means.
     """
 
-    writer: int
-    file: str
+    writer: Number
+    file: _PathText
     tensors: tuple[TensorSpec, ...]
     said: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "writer": self.writer,
-            "file": self.file,
-            "tensors": map(_spec_to_json, self.tensors),
-            "meta": pack(dict(self.said), "meta"),
-        }
+        """What stands in a file: of a unit that was shared, there is one of these for each share."""
+        said = brief(self) | {"said": pack(dict(self.said), "meta")}
+        return {"meta" if name == "said" else name: item for name, item in said.items() if name not in _JOINED}
 
 
 @dataclass(frozen=True)
@@ -104,9 +92,6 @@ class UnitEntry(Entry):
         """All that wrote some of it."""
         return tuple(one.writer for one in self.shares or (self,))
 
-    def to_json(self) -> dict[str, Any]:
-        return Entry.to_json(self) | ({"plan": self.plan} if self.plan else {})
-
     @functools.cached_property
     def meta(self) -> UnitMeta:
         """FormatError if it is of a version that this lastwords does not know."""
@@ -116,11 +101,6 @@ class UnitEntry(Entry):
     def head(self) -> MetaHead:
         """What is known of a unit of any version."""
         return typed(self.said, MetaHead, f"{self.file}: meta")
-
-    @staticmethod
-    def from_json(fields: Fields, where: Path) -> UnitEntry:
-        plan = fields.text("plan") if "plan" in fields.keys() else ""  # noqa: SIM118
-        return UnitEntry(*_entry_from_json(fields, where), plan)
 
 
 @dataclass(frozen=True)
@@ -140,35 +120,23 @@ class LocalEntry(Entry):
         """What the rank's black box said of the step."""
         return self.meta.document
 
-    def to_json(self) -> dict[str, Any]:
-        return Entry.to_json(self) | {"exact": self.exact, "reasons": [one.to_json() for one in self.reasons]}
-
-    @staticmethod
-    def from_json(fields: Fields, where: Path) -> LocalEntry:
-        return LocalEntry(*_entry_from_json(fields, where), fields.truth("exact"), reasons_in(fields, "reasons"))
-
-
-def _entry_from_json(fields: Fields, where: Path) -> tuple[int, str, tuple[TensorSpec, ...], dict[str, Any]]:
-    path = str(layout.PartPath.parse(fields.text("file"), where=str(where)))
-    return fields.integer("writer"), path, _specs_from_json(fields), _meta(fields, where)
-
 
 def unit_summary(entry: UnitEntry) -> dict[str, Any]:
     """What publication needs of a unit: who held it, and why it is not exact; nothing of what cannot be read."""
     said = entry.said
     holders = said.get("holders")
     told = isinstance(holders, list | tuple) and all(type(rank) is int and rank >= 0 for rank in holders)
-    summary: dict[str, Any] = {"holders": list(holders)} if told and holders is not None else {}
+    summary = {"holders": holders} if told else {}
     summary |= {"plan": entry.plan} if entry.plan else {}
-    return summary | {"reasons": list(said.get("reasons", ()))}
+    return summary | {"reasons": said.get("reasons", ())}
 
 
 def local_summary(entry: LocalEntry) -> dict[str, Any]:
     """What publication needs of a local state; `after`: the step that the loop has named last, as epoch and step."""
     slot = entry.said.get("slot")
     after = slot.get("after") if isinstance(slot, Mapping) else None
-    summary: dict[str, Any] = {"exact": entry.exact, "reasons": [one.to_json() for one in entry.reasons]}
-    return summary if after is None else summary | {"after": list(after)}
+    summary: dict[str, Any] = {"exact": entry.exact, "reasons": entry.reasons}
+    return summary if after is None else summary | {"after": after}
 
 
 def owners_contradiction(
@@ -211,10 +179,6 @@ def meta_problem(units: Mapping[str, UnitEntry], locals: Mapping[int, LocalEntry
         if problem is not None:
             return f"locals.{rank}.{problem}"
     return None
-
-
-def units_from_json(fields: Fields, where: Path) -> dict[str, UnitEntry]:
-    return {unit: UnitEntry.from_json(fields.inner(unit), where) for unit in fields.keys()}  # noqa: SIM118
 
 
 def together(stored: Mapping[str, UnitEntry]) -> dict[str, UnitEntry]:
@@ -264,49 +228,30 @@ def shares_problem(names: Iterable[str]) -> str | None:
     return None
 
 
-def locals_from_json(fields: Fields, where: Path) -> dict[int, LocalEntry]:
-    return {rank: LocalEntry.from_json(inner, where) for rank, inner in sorted(ranks_of(fields).items())}
+def by_name(said: Any, path: str) -> dict[str, _Table]:
+    """Objects of a document by their names, which are sorted. FormatError, as from the two below, inside `told`."""
+    return dict(sorted(typed(said, dict[str, _Table], path).items()))
 
 
-def ranks_of(fields: Fields) -> dict[int, Fields]:
-    """Objects by rank, out of an object whose keys are ranks."""
-    found: dict[int, Fields] = {}
-    for key in fields.keys():  # noqa: SIM118
-        rank = layout.parse_number(key)
-        if rank is None:
-            fields.refuse(f"{key[:40]!r} is not a rank")
-        found[rank] = fields.inner(key)
+def by_rank(said: Any, path: str) -> dict[int, _Table]:
+    """As `by_name`, of one whose keys are ranks."""
+    return dict(sorted((int(rank), one) for rank, one in typed(said, dict[_RankText, _Table], path).items()))
+
+
+def entries(tables: Mapping[K, _Table], kind: type[E], path: str) -> dict[K, E]:
+    """Units, shares of them or local states, each with its tensors."""
+    found = {}
+    for name, table in tables.items():
+        at = f"{path}.{name}"
+        said = unpacked(table.get("meta"), f"{at}.meta")
+        found[name] = typed({**table, "said": said, **_JOINED}, kind, at)
+        specs: Any = table["tensors"]
+        for number, spec in enumerate(specs):
+            if "offsets" not in spec or "global_shape" not in spec:  # it would be taken for a whole tensor
+                raise FormatError(f"{at}.tensors[{number}] does not record which region of the whole tensor it is")
     return found
 
 
-def facts_from_json(fields: Fields, where: Path) -> dict[str, Any]:
-    facts = unpack(fields.raw("facts"), f"{where}: facts")
-    if not isinstance(facts, dict):
-        fields.refuse("facts is not an object")
-    return facts
-
-
-def _meta(fields: Fields, where: Path) -> dict[str, Any]:
-    meta = unpack(fields.raw("meta"), f"{where}: meta")
-    if not isinstance(meta, dict):
-        fields.refuse("meta is not an object")
-    return meta
-
-
-def _spec_to_json(spec: TensorSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "global_shape": list(spec.global_shape),
-        "offsets": list(spec.offsets),
-    }
-
-
-def _specs_from_json(fields: Fields) -> tuple[TensorSpec, ...]:
-    """A file always says where a shard is: what says nothing would be taken for a whole tensor."""
-    said = fields.value("tensors", list[dict[str, Any]])
-    vague = next((index for index, one in enumerate(said) if "offsets" not in one or "global_shape" not in one), None)
-    if vague is not None:
-        fields.refuse(f"tensors[{vague}] does not record which region of the whole tensor it is")
-    return fields.value("tensors", tuple[TensorSpec, ...])
+def unpacked(said: Any, path: str) -> dict[str, Any]:
+    """`meta` or `facts`."""
+    return typed(unpack(said, path), dict[str, Any], path)

@@ -77,8 +77,8 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    global_shape: tuple[int, ...] = field(default=())
-    offsets: tuple[int, ...] = field(default=())
+    global_shape: tuple[int, ...] = field(default_factory=tuple)  # no default: they stand in every file (`brief`)
+    offsets: tuple[int, ...] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         if not self.global_shape and not self.offsets:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.document import Fields, damage, decode_document, lines_of, read_document
-from lastwords.checkpoint.entries import FileEntry, facts_from_json
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.document import decode_document, lines_of, read_document, told
+from lastwords.checkpoint.entries import FileEntry, unpacked
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.partfile import check_present, check_sizes
@@ -22,8 +24,7 @@ SIZES_MAX = 256
 """So many files are opened for a look at their sizes; of more it is only seen that their directories are there, unless
 every file is asked for: then its name and size are looked at, and it is not opened."""
 
-_NUMBERS = ("generation", "global_step", "published_unix_ns", "incident", "attempt")
-_KEYS = ("job", "exact", *_NUMBERS, "tables_in_parts", "facts")
+_KEYS = (*(field.name for field in fields(Claimed)), "tables_in_parts", "facts")
 _RANK_DIR = re.compile(rb'"path":"(rank_[0-9]+)/')
 
 
@@ -41,22 +42,26 @@ def glance(directory: Path, os: Os, *, every_file: bool = False) -> Claimed | No
         return None
     if len(raw) <= EXAMINED_BYTES_MAX:
         return None
-    fields = Fields(decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=_KEYS), path)
-    problem = facts_problem(facts_from_json(fields, path))
-    if problem is not None:
-        raise FormatError(damage(path, problem))
+    content = decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=_KEYS)
+    with told(path):
+        claimed = typed(content, Claimed, "")
+        described = typed(content["tables_in_parts"], bool, "tables_in_parts")
+        problem = facts_problem(unpacked(content["facts"], "facts"))
+        if problem is not None:
+            raise FormatError(problem)
     names = set(_RANK_DIR.findall(lines_of(raw, ("files",))))
     _check_presence(directory, {name.decode("ascii") for name in names}, os)
     few = len(names) <= SIZES_MAX
     if few or every_file:
-        described = fields.truth("tables_in_parts")
         listed = decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=("files",))
-        for item in Fields(listed, path).inners("files"):
-            entry = FileEntry.from_json(item, path, described=described)
+        with told(path):
+            files = typed(listed["files"], tuple[FileEntry, ...], "files")
+            if any(bool(entry.part_sum) != described for entry in files):
+                raise FormatError("it does not say of each file where its tables are")
+        for entry in files:
             (check_sizes if few else check_present)(directory, entry, os)
-    check_name(directory, fields.integer("global_step", least=1))
-    numbers = {name: fields.integer(name) for name in _NUMBERS}
-    return Claimed(fields.text("job"), exact=fields.truth("exact"), **numbers)
+    check_name(directory, claimed.global_step)
+    return claimed
 
 
 def _check_presence(directory: Path, names: set[str], os: Os) -> None:

@@ -28,14 +28,14 @@ PART_NAME = "part.json"
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER}|-([0-9a-f]{{16}}))?")
 _JOB_TEXT = r"[A-Za-z0-9_.-]{1,64}"
+NUMBER, JOB = rf"\A{_NUMBER}\Z", re.compile(rf"\A{_JOB_TEXT}\Z")
 _FENCE = rf"g{_NUMBER}-i{_NUMBER}-a{_NUMBER}"
 _TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-({_JOB_TEXT})-{_FENCE}")
 _CLAIM = re.compile(rf"\.lastwords-({_JOB_TEXT})-g{_NUMBER}\.lock")
 _START = re.compile(rf"\.lastwords-start-g{_NUMBER}\.json")
 _RANK = re.compile(rf"rank_{_NUMBER}")
-_PART = re.compile(rf"rank_{_NUMBER}/ttp_rank_{_NUMBER}-{_NUMBER}_{_NUMBER}\.ckpt")
+PART = re.compile(rf"\Arank_{_NUMBER}/ttp_rank_\1-{_NUMBER}_{_NUMBER}\.ckpt\Z")
 _UNIT = re.compile(r"[A-Za-z0-9_.:=+-]{1,128}")
-_JOB = re.compile(_JOB_TEXT)
 
 EPOCH_UNKNOWN = 0
 """In the place of an epoch: the loop had given the step no name when it was saved. Its step is the global one then."""
@@ -227,13 +227,13 @@ class PartPath:
         >>> PartPath.parse("rank_3/ttp_rank_3-1_37.ckpt", where="manifest.json")
         PartPath(rank=3, epoch=1, step=37)
         """
-        found = _PART.fullmatch(text)
-        if found is None or found[1] != found[2]:
+        found = PART.search(text)
+        if found is None:
             raise FormatError(
                 f"{where} names the file {text!r}, which is not of the form rank_K/ttp_rank_K-EPOCH_STEP.ckpt; "
                 "the manifest is damaged or forged: use another checkpoint"
             )
-        return PartPath(int(found[1]), int(found[3]), int(found[4]))
+        return PartPath(int(found[1]), int(found[2]), int(found[3]))
 
 
 def epoch_and_step(global_step: int, steps_per_epoch: int) -> tuple[int, int]:
@@ -264,7 +264,7 @@ def check_share_name(name: str) -> str:
 
 def check_job_name(job: str) -> str:
     """The job's name, if it is one; ConfigError otherwise."""
-    if _JOB.fullmatch(job) is None:
+    if JOB.search(job) is None:
         raise ConfigError(f"job name {job!r} must match [A-Za-z0-9_.-]{{1,64}}")
     return job
 

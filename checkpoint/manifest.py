@@ -5,20 +5,20 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.codec import Number, Positive, brief, typed
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import (
-    Fields,
     claimed_lines,
     damage,
     decode_document,
     encode_document,
     read_document,
+    told,
 )
 from lastwords.checkpoint.entries import (
     Entry,
@@ -26,20 +26,20 @@ from lastwords.checkpoint.entries import (
     LocalEntry,
     UnitEntry,
     apart,
-    facts_from_json,
-    locals_from_json,
+    by_name,
+    by_rank,
+    entries,
     meta_problem,
     owners_contradiction,
-    ranks_of,
     shares_problem,
     together,
-    units_from_json,
+    unpacked,
 )
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part import Part
-from lastwords.checkpoint.part_tables import Heads, LocalHead, LocalTables, PartTables, UnitHead, UnitTables
-from lastwords.checkpoint.reason import Reason, reasons_in
+from lastwords.checkpoint.part_tables import Heads, Lazy, PartTables
+from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.retry import NO_FILE
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.storable import pack
@@ -83,16 +83,16 @@ class Manifest:
 
     job: str
     parent_job: str
-    generation: int
-    incident: int
-    attempt: int
-    global_step: int
-    epoch: int
-    step: int
-    world_size: int
+    generation: Number
+    incident: Number
+    attempt: Number
+    global_step: Positive
+    epoch: Number
+    step: Positive
+    world_size: Positive
     reason: str
-    cause_ranks: tuple[int, ...]
-    published_unix_ns: int
+    cause_ranks: tuple[Number, ...]
+    published_unix_ns: Number
     files: tuple[FileEntry, ...]
     units: Mapping[str, UnitEntry]
     locals: Mapping[int, LocalEntry]
@@ -142,7 +142,7 @@ class Manifest:
     @property
     def tables(self) -> PartTables | None:
         """Where `units` and `locals` are looked up; None if all of them stand in the manifest."""
-        return self.units.tables if isinstance(self.units, UnitTables) else None
+        return self.units.tables if isinstance(self.units, Lazy) else None
 
     def with_chunks(self, entry: FileEntry) -> FileEntry:
         """One of `files` with the checksums of its chunks. Errors as of `PartTables.of`."""
@@ -168,36 +168,14 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Bytes of manifest.json."""
-        units: Mapping[str, UnitEntry | UnitHead]
-        locals_: Mapping[int, LocalEntry | LocalHead]
-        if self.tables is None:
-            units, locals_ = apart(self.units), self.locals
-        else:
-            units, locals_ = self.tables.heads.units, self.tables.heads.locals
-        return encode_document(
-            {
-                "format_version": MANIFEST_FORMAT,
-                "tables_in_parts": self.tables is not None,
-                "job": self.job,
-                "parent_job": self.parent_job,
-                "generation": self.generation,
-                "incident": self.incident,
-                "attempt": self.attempt,
-                "global_step": self.global_step,
-                "epoch": self.epoch,
-                "step": self.step,
-                "world_size": self.world_size,
-                "reason": self.reason,
-                "cause_ranks": list(self.cause_ranks),
-                "published_unix_ns": self.published_unix_ns,
-                "files": [entry.to_json() for entry in self.files],
-                "units": {unit: entry.to_json() for unit, entry in units.items()},
-                "locals": {str(rank): entry.to_json() for rank, entry in locals_.items()},
-                "exact": self.exact,
-                "reasons": [reason.to_json() for reason in self.reasons],
-                "facts": pack(dict(self.facts), "facts"),
-            }
-        )
+        content = {
+            "format_version": MANIFEST_FORMAT,
+            "tables_in_parts": self.tables is not None,
+            "units": apart(self.units) if self.tables is None else self.tables.heads.units,
+            "locals": self.locals if self.tables is None else self.tables.heads.locals,
+            "facts": pack(dict(self.facts), "facts"),
+        }
+        return encode_document(brief(self) | content)
 
     @staticmethod
     def decode(raw: bytes, where: Path, os: Os = REAL_OS) -> Manifest:
@@ -205,36 +183,22 @@ class Manifest:
 
         where: its path; parts that are read later lie beside it.
         """
-        fields = Fields(decode_document(raw, where=where, version_max=MANIFEST_FORMAT), where)
-        described = fields.truth("tables_in_parts")
-        files = tuple(FileEntry.from_json(item, where, described=described) for item in fields.inners("files"))
-        if described:
-            units, locals_ = _tables(fields, files, where, os)
-        else:
-            units, locals_ = _units(fields, where), locals_from_json(fields.inner("locals"), where)
-        manifest = Manifest(
-            job=fields.text("job"),
-            parent_job=fields.text("parent_job"),
-            generation=fields.integer("generation"),
-            incident=fields.integer("incident"),
-            attempt=fields.integer("attempt"),
-            global_step=fields.integer("global_step", least=1),
-            epoch=fields.integer("epoch"),
-            step=fields.integer("step", least=1),
-            world_size=fields.integer("world_size", least=1),
-            reason=fields.text("reason"),
-            cause_ranks=fields.integers("cause_ranks"),
-            published_unix_ns=fields.integer("published_unix_ns"),
-            files=files,
-            units=units,
-            locals=locals_,
-            exact=fields.truth("exact"),
-            reasons=reasons_in(fields, "reasons"),
-            facts=facts_from_json(fields, where),
-        )
-        problem = contradiction(manifest)
-        if problem is not None:
-            raise FormatError(damage(where, problem))
+        content = decode_document(raw, where=where, version_max=MANIFEST_FORMAT)
+        with told(where):
+            units, locals_ = by_name(content.get("units"), "units"), by_rank(content.get("locals"), "locals")
+            content |= {"units": {}, "locals": {}, "facts": unpacked(content.get("facts"), "facts")}
+            manifest = typed(content, Manifest, "")
+            if typed(content.get("tables_in_parts"), bool, "tables_in_parts"):
+                files = {_writer_of(entry): entry for entry in manifest.files}
+                heads = typed({"units": units, "locals": locals_, "files": files}, Heads, "")
+                tables = PartTables(where.parent, heads, manifest.global_step, os)
+                manifest = replace(manifest, units=tables.units, locals=tables.locals)
+            else:
+                whole = together(entries(units, UnitEntry, "units"))
+                manifest = replace(manifest, units=whole, locals=entries(locals_, LocalEntry, "locals"))
+            problem = contradiction(manifest)
+            if problem is not None:
+                raise FormatError(problem)
         return manifest
 
 
@@ -284,27 +248,6 @@ def _heads_contradiction(heads: Heads) -> str | None:
     return shares_problem(heads.units)
 
 
-def _units(fields: Fields, where: Path) -> Mapping[str, UnitEntry]:
-    try:
-        return together(units_from_json(fields.inner("units"), where))
-    except FormatError as error:
-        raise FormatError(damage(where, str(error))) from error
-
-
-def _tables(
-    fields: Fields, files: tuple[FileEntry, ...], where: Path, os: Os
-) -> tuple[Mapping[str, UnitEntry], Mapping[int, LocalEntry]]:
-    """Units and local states whose tables are in the parts, to be read when they are asked for."""
-    units = fields.inner("units")
-    heads = Heads(
-        units={unit: UnitHead.from_json(units.inner(unit)) for unit in units.keys()},  # noqa: SIM118
-        locals={rank: LocalHead.from_json(inner) for rank, inner in sorted(ranks_of(fields.inner("locals")).items())},
-        files={_writer_of(entry): entry for entry in files},
-    )
-    tables = PartTables(where.parent, heads, fields.integer("global_step"), os)
-    return UnitTables(tables), LocalTables(tables)
-
-
 def _writer_of(entry: FileEntry) -> int:
     return layout.PartPath.parse(entry.path, where="manifest").rank
 
@@ -328,11 +271,11 @@ class Claimed:
     """
 
     job: str = ""
-    generation: int = 0
-    global_step: int = 0
-    published_unix_ns: int = 0
-    incident: int = 0
-    attempt: int = 0
+    generation: Number = 0
+    global_step: Positive = 0
+    published_unix_ns: Number = 0
+    incident: Number = 0
+    attempt: Number = 0
     exact: bool = False
 
     @property
@@ -348,7 +291,7 @@ class Claimed:
     @staticmethod
     def of(manifest: Manifest) -> Claimed:
         """What a manifest that was checked says."""
-        return Claimed(**{field.name: getattr(manifest, field.name) for field in fields_of(Claimed)})
+        return Claimed(**{field.name: getattr(manifest, field.name) for field in fields(Claimed)})
 
     @staticmethod
     def read(directory: Path, os: Os = REAL_OS) -> Claimed:

@@ -10,25 +10,27 @@ from typing import Any
 import xxhash
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.codec import Number, Positive, brief, typed
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, DirectWriter, as_bytes
 from lastwords.checkpoint.document import (
     DOCUMENT_BYTES_MAX,
-    Fields,
     decode_document,
     encode_document,
     in_steps,
     read_document,
+    told,
 )
 from lastwords.checkpoint.entries import (
     FileEntry,
     LocalEntry,
     UnitEntry,
-    facts_from_json,
+    by_name,
+    by_rank,
+    entries,
     local_summary,
-    locals_from_json,
     owners_contradiction,
     unit_summary,
-    units_from_json,
+    unpacked,
 )
 from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order
 from lastwords.checkpoint.meta import EMPTY_UNIT, FileContent, LocalMeta, UnitMeta
@@ -83,24 +85,16 @@ class Written:
     epoch is EPOCH_UNKNOWN, and step the global one, where this writer did not know what the loop calls the step.
     """
 
-    rank: int
-    global_step: int
-    epoch: int
-    step: int
+    rank: Number
+    global_step: Positive
+    epoch: Number
+    step: Positive
     job: str
     file: FileEntry
 
-
-def written_from_json(fields: Fields, where: Path) -> tuple[int, int, int, int, str, FileEntry]:
-    """What `Written` is made of."""
-    return (
-        fields.integer("rank"),
-        fields.integer("global_step", least=1),
-        fields.integer("epoch"),
-        fields.integer("step", least=1),
-        fields.text("job"),
-        FileEntry.from_json(fields.inner("file"), where),
-    )
+    def __post_init__(self) -> None:
+        if not self.file.chunks:
+            raise ConfigError(f"{self.file.path} has no chunks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +106,15 @@ class Part(Written):
     facts: Mapping[str, Any]
 
     def encode(self) -> bytes:
-        return encode_document(
-            {
-                "format_version": PART_FORMAT,
-                "rank": self.rank,
-                "global_step": self.global_step,
-                "epoch": self.epoch,
-                "step": self.step,
-                "job": self.job,
-                "file": self.file.to_json(),
-                "units": {unit: entry.to_json() for unit, entry in self.units.items()},
-                "locals": {str(rank): entry.to_json() for rank, entry in self.locals.items()},
-                "facts": pack(dict(self.facts), "facts"),
-                "summary": {
-                    "units": {unit: unit_summary(entry) for unit, entry in self.units.items()},
-                    "locals": {str(rank): local_summary(entry) for rank, entry in self.locals.items()},
-                },
-            }
-        )
+        content = {
+            "format_version": PART_FORMAT,
+            "facts": pack(dict(self.facts), "facts"),
+            "summary": {
+                "units": {unit: unit_summary(entry) for unit, entry in self.units.items()},
+                "locals": {rank: local_summary(entry) for rank, entry in self.locals.items()},
+            },
+        }
+        return encode_document(brief(self) | content)
 
     def contradiction(self) -> str | None:
         """First thing in which units and local states contradict each other or the file, in words."""
@@ -141,13 +126,12 @@ class Part(Written):
     @staticmethod
     def decode(raw: bytes, where: Path) -> Part:
         """FormatError if it is damaged or newer than this code."""
-        fields = Fields(decode_document(raw, where=where, version_max=PART_FORMAT), where)
-        return Part(
-            *written_from_json(fields, where),
-            units=units_from_json(fields.inner("units"), where),
-            locals=locals_from_json(fields.inner("locals"), where),
-            facts=facts_from_json(fields, where),
-        )
+        content = decode_document(raw, where=where, version_max=PART_FORMAT)
+        with told(where):
+            content["units"] = entries(by_name(content.get("units"), "units"), UnitEntry, "units")
+            content["locals"] = entries(by_rank(content.get("locals"), "locals"), LocalEntry, "locals")
+            content["facts"] = unpacked(content.get("facts"), "facts")
+            return typed(content, Part, "")
 
 
 def _check_names(

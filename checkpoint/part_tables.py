@@ -7,57 +7,43 @@ here, a writer's part at a time, and held against the manifest: whoever reads on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import xxhash
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.document import Fields, damage
-from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry, by_unit, meta_problem, together
+from lastwords.checkpoint.codec import Number
+from lastwords.checkpoint.document import damage, told
+from lastwords.checkpoint.entries import Entry, FileEntry, LocalEntry, UnitEntry, by_unit, meta_problem, together
 from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.checkpoint.part import Part
 from lastwords.checkpoint.partfile import open_description, read_exactly
-from lastwords.checkpoint.reason import Reason, reasons_in
+from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.system import Os, close
 from lastwords.errors import FormatError
 
-K = TypeVar("K", str, int)
-E = TypeVar("E", UnitEntry, LocalEntry)
+K = TypeVar("K")
+E = TypeVar("E", bound=Entry)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitHead:
     """Who wrote a unit, and who held it (None: the writer did not say)."""
 
-    writer: int
-    holders: tuple[int, ...] | None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"writer": self.writer} | ({} if self.holders is None else {"holders": list(self.holders)})
-
-    @staticmethod
-    def from_json(fields: Fields) -> UnitHead:
-        holders = fields.integers("holders") if "holders" in fields.keys() else None  # noqa: SIM118
-        return UnitHead(fields.integer("writer"), holders)
+    writer: Number
+    holders: tuple[Number, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LocalHead:
     """Who wrote a rank's local state, and why a resume from it is not exact, if it is not."""
 
-    writer: int
+    writer: Number
     exact: bool
     reasons: tuple[Reason, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"writer": self.writer, "exact": self.exact, "reasons": [one.to_json() for one in self.reasons]}
-
-    @staticmethod
-    def from_json(fields: Fields) -> LocalHead:
-        return LocalHead(fields.integer("writer"), fields.truth("exact"), reasons_in(fields, "reasons"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +71,16 @@ class PartTables:
         self._joined: dict[str, UnitEntry] = {}
         self._lock = threading.Lock()
 
+    @property
+    def units(self) -> Lazy[str, UnitEntry]:
+        """KeyError for one that there is not; other errors as of `of`."""
+        return Lazy(self, self.shares, self._unit)
+
+    @property
+    def locals(self) -> Lazy[int, LocalEntry]:
+        """As `units`, by the ranks whose state it is."""
+        return Lazy(self, self.heads.locals, lambda rank: self.of(self.heads.locals[rank].writer).locals[rank])
+
     def of(self, rank: int) -> Part:
         """What this rank wrote. IncompleteError, FormatError or StorageError, naming the file."""
         with self._lock:
@@ -92,8 +88,7 @@ class PartTables:
                 self._read[rank] = self._checked(rank)
             return self._read[rank]
 
-    def unit(self, unit: str) -> UnitEntry:
-        """A unit, out of the parts of its writers. KeyError if there is none; errors as of `of`."""
+    def _unit(self, unit: str) -> UnitEntry:
         shares = self.shares[unit]
         found = {str(share): self.of(self.heads.units[str(share)].writer).units[str(share)] for share in shares}
         if unit in found:
@@ -104,14 +99,12 @@ class PartTables:
             return self._joined[unit]
 
     def _together(self, unit: str, found: Mapping[str, UnitEntry]) -> UnitEntry:
-        try:
+        with told(self._directory):
             whole = together(found)
             problem = meta_problem(whole, {})
-        except FormatError as error:
-            problem = str(error)
-        if problem is not None:
-            raise FormatError(damage(self._directory, problem))
-        return whole[unit]
+            if problem is not None:
+                raise FormatError(problem)
+            return whole[unit]
 
     def head(self, unit: str) -> UnitHead:
         """What the manifest says of a unit; of one that was shared, of its first share."""
@@ -148,49 +141,27 @@ class PartTables:
         return part
 
 
-class UnitTables(Mapping[str, UnitEntry]):
-    """Unit -> its entry, out of its writer's part. Names and number are known without reading."""
+class Lazy(Mapping[K, E]):
+    """Units or local states, out of their writers' parts. Names and number are known without reading."""
 
-    def __init__(self, tables: PartTables) -> None:
+    def __init__(self, tables: PartTables, names: Collection[K], read: Callable[[K], E]) -> None:
         self.tables = tables
+        self._names = names
+        self._read = read
 
-    def __getitem__(self, unit: str) -> UnitEntry:
-        return self.tables.unit(unit)
+    def __getitem__(self, name: K) -> E:
+        return self._read(name)
 
-    def __contains__(self, unit: object) -> bool:
-        return unit in self.tables.shares
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tables.shares)
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self.tables.shares)
+        return len(self._names)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnitTables) and other.tables.heads == self.tables.heads
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class LocalTables(Mapping[int, LocalEntry]):
-    """Rank -> its local state's entry, out of its writer's part. Ranks and number are known without reading."""
-
-    def __init__(self, tables: PartTables) -> None:
-        self.tables = tables
-
-    def __getitem__(self, rank: int) -> LocalEntry:
-        return self.tables.of(self.tables.heads.locals[rank].writer).locals[rank]
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self.tables.heads.locals
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.tables.heads.locals)
-
-    def __len__(self) -> int:
-        return len(self.tables.heads.locals)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LocalTables) and other.tables.heads == self.tables.heads
+        return isinstance(other, Lazy) and other.tables.heads == self.tables.heads and [*other] == [*self]
 
     __hash__ = None  # type: ignore[assignment]

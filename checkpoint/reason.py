@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
-from lastwords.checkpoint.document import Fields
+from lastwords.checkpoint.codec import Number
 
 _LOST = "its local state (RNG streams, buffers, data position) is lost: "
 
@@ -18,6 +17,11 @@ class Cause(StrEnum):
     OTHER = "other"
     LOCAL_STATE_LOST = "local_state_lost"
     RESHARDED = "resharded"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Cause:
+        """That of a later version is told by its words."""
+        return cls.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,11 @@ class Reason:
 
     detail: str
     cause: Cause = Cause.OTHER
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Number, ...] = ()
     unit: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(sorted({*self.ranks})))
 
     def __str__(self) -> str:
         text = f"unit {self.unit}: {self._what}" if self.unit else self._what
@@ -50,40 +57,6 @@ class Reason:
     def of_the_past(self) -> Reason:
         """As a run says it that was resumed in spite of it: nothing acts on it any more."""
         return Reason(self._what, ranks=self.ranks, unit=self.unit)
-
-    def to_json(self) -> dict[str, Any]:
-        said: dict[str, Any] = {"detail": self.detail}
-        if self.cause is not Cause.OTHER:
-            said["cause"] = str(self.cause)
-        if self.ranks:
-            said["ranks"] = list(self.ranks)
-        return said | {"unit": self.unit} if self.unit else said
-
-    @staticmethod
-    def from_json(item: Any) -> Reason:
-        """Of `to_json`. ValueError for anything else."""
-        if not isinstance(item, Mapping):
-            raise ValueError("a reason is not an object")
-        detail, cause, ranks, unit = (item.get(key, default) for key, default in _DEFAULTS.items())
-        if not isinstance(detail, str) or not isinstance(unit, str) or not isinstance(cause, str):
-            raise ValueError("a reason's detail, cause or unit is not a string")
-        if not isinstance(ranks, list) or not all(type(rank) is int and rank >= 0 for rank in ranks):
-            raise ValueError("a reason's ranks are not a list of ranks")
-        return Reason(detail, Cause(cause) if cause in [*Cause] else Cause.OTHER, tuple(sorted({*ranks})), unit)
-
-
-_DEFAULTS: Mapping[str, Any] = {"detail": None, "cause": "", "ranks": [], "unit": ""}
-
-
-def reasons_in(fields: Fields, key: str) -> tuple[Reason, ...]:
-    """The reasons of a document. FormatError if they are damaged."""
-    items = fields.raw(key)
-    if not isinstance(items, list):
-        fields.refuse(f"{key} is not a list")
-    try:
-        return tuple(map(Reason.from_json, items))
-    except ValueError as error:
-        fields.refuse(f"{key}: {error}")
 
 
 def as_reason(said: str | Reason) -> Reason:

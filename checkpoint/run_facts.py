@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta
-
-from lastwords.checkpoint.codec import Number, T, typed
+from lastwords.checkpoint.codec import Number, Positive, T, typed
 from lastwords.checkpoint.meta import json_of
 
 
@@ -41,7 +39,7 @@ def differences(saved: T, here: T) -> dict[str, str]:
 class Moved:
     """What a transformation was of, and to: ranks of its destination, and sums of source's manifest and of strategy."""
 
-    world_size: Annotated[int, Meta(ge=1)]
+    world_size: Positive
     manifest: str = ""
     strategy: str = ""
 

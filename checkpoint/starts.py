@@ -19,9 +19,13 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from lastwords.checkpoint import layout, stale
-from lastwords.checkpoint.document import Fields, decode_document, encode_document
+from lastwords.checkpoint.codec import Positive, typed
+from lastwords.checkpoint.document import decode_document, encode_document, told
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.system import REAL_OS, Os, close, pwrite_all, read_whole, storage_errors, sync_directory
 from lastwords.checkpoint.versions import START_FORMAT
@@ -37,6 +41,7 @@ STARTS_MAX = 256
 """A job that was not started in so many starts is remembered only as long as it lives: each start reads them all."""
 
 _DRAWS_MAX = 1000
+_OF_LAUNCH = ("run", "agent", "endpoint", "process")
 _LOG = re.compile(r"controller-.*-g([0-9]{1,18})\.log")
 _FROM = re.compile(r"\.lastwords-start-g([0-9]{1,18})-from-([A-Za-z0-9_.-]{1,64})")
 
@@ -61,35 +66,24 @@ class Launch:
 class Start:
     """One start of a job. jobs: other jobs from whose checkpoints it, or an earlier start of this job, has resumed."""
 
-    generation: int
-    job: str
+    generation: Positive
+    job: Annotated[str, Meta(pattern=layout.JOB.pattern)]
     launch: Launch
     jobs: tuple[str, ...] = ()
     restarted: bool = False
 
     def encode(self) -> bytes:
-        launch = self.launch
-        return encode_document(
-            {
-                "format_version": START_FORMAT,
-                "generation": self.generation,
-                "job": self.job,
-                "jobs": list(self.jobs),
-                "run": launch.run,
-                "agent": launch.agent,
-                "endpoint": launch.endpoint,
-                "process": launch.process,
-            }
-        )
+        launch = {key: getattr(self.launch, key) for key in _OF_LAUNCH}
+        content = {"generation": self.generation, "job": self.job, "jobs": self.jobs, **launch}
+        return encode_document({"format_version": START_FORMAT, **content})
 
     @staticmethod
     def decode(raw: bytes, where: Path) -> Start:
-        fields = Fields(decode_document(raw, where=where, version_max=START_FORMAT), where)
-        launch = Launch(
-            "", fields.text("run"), fields.text("agent"), fields.text("endpoint"), fields.text("process"), False
-        )
-        job = layout.check_job_name(fields.text("job"))
-        return Start(fields.integer("generation", least=1), job, launch, fields.texts("jobs"))
+        """FormatError."""
+        content = decode_document(raw, where=where, version_max=START_FORMAT)
+        launch = {key: content.get(key) for key in _OF_LAUNCH}
+        with told(where):  # a file has to say `jobs`, and nothing of a restart
+            return typed({"jobs": None, **content, "launch": launch, "restarted": False}, Start, "")
 
 
 def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int = 0) -> Start:
@@ -219,7 +213,7 @@ def read_starts(root: Path, names: Iterable[str], os: Os = REAL_OS) -> list[Star
             start = Start.decode(read_whole(root / name, os, bytes_max=START_BYTES_MAX), root / name)
         except FileNotFoundError:
             continue  # it has just been forgotten
-        except (FormatError, ConfigError, StorageError) as error:
+        except (FormatError, StorageError) as error:
             logger.info("%s cannot be read: %s", root / name, error)
             continue
         if start.generation == generation:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from lastwords.checkpoint import layout, load
+from lastwords.checkpoint.codec import brief
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
@@ -373,7 +374,7 @@ def _summary_json(manifest: Manifest) -> dict[str, Any]:
         "reason": manifest.reason,
         "cause_ranks": list(manifest.cause_ranks),
         "exact": manifest.exact,
-        "reasons": [reason.to_json() for reason in manifest.reasons],
+        "reasons": [brief(reason) for reason in manifest.reasons],
     }
 
 

@@ -25,7 +25,8 @@ import xxhash
 from lastwords import threads
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import write_file
-from lastwords.checkpoint.document import Fields, damage, decode_document, encode_document
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.document import damage, decode_document, encode_document, told
 from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import Status, examine, open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
@@ -279,9 +280,10 @@ class Transformation:
                 raise FormatError(damage(self._hidden / layout.MANIFEST_NAME, "it is of no transformation"))
             return moved, "unknown"
         raw = read_whole(path, self._os, bytes_max=_DOCUMENT_BYTES_MAX)
-        fields = Fields(decode_document(raw, where=path, version_max=IDENTITY_FORMAT), path)
-        moved = Moved(fields.integer("world_size", least=1), fields.text("manifest"), fields.text("strategy"))
-        return moved, fields.text("source")
+        content = decode_document(raw, where=path, version_max=IDENTITY_FORMAT)
+        with told(path):  # here the two sums have no default
+            moved = typed({"manifest": None, "strategy": None, **content}, Moved, "")
+            return moved, typed(content.get("source"), str, "source")
 
     def _done(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose parts are there."""

@@ -38,8 +38,8 @@ import xxhash
 
 from lastwords import threads
 from lastwords.checkpoint.direct_io import as_bytes
-from lastwords.checkpoint.document import Fields
-from lastwords.checkpoint.entries import LocalEntry, UnitEntry, units_from_json
+from lastwords.checkpoint.document import compact, told
+from lastwords.checkpoint.entries import LocalEntry, UnitEntry, by_name, entries
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import PartPath
 from lastwords.checkpoint.part import LocalState, TensorSource, UnitState
@@ -490,13 +490,12 @@ class _Descriptions:
         rest = {}
         for unit, state in states.items():
             meta = replace(state.meta, parameters=_NOTHING, buffers=_NOTHING, optimizer_state=_NOTHING)
-            rest[unit] = UnitEntry(0, _NO_FILE, (), meta.to_json()).to_json() | {"tensors": []}
+            rest[unit] = UnitEntry(0, _NO_FILE, (), meta.to_json())
         own = None
         if local is not None:
             specs = tuple(spec for spec, _ in local.tensors)
-            own = LocalEntry(0, _NO_FILE, specs, local.meta.to_json(), local.exact, local.reasons).to_json()
-            own["tensors"] = [*own["tensors"]]
-        raw = f"[{', '.join((*lasting, json.dumps(rest), json.dumps(own)))}]".encode()
+            own = LocalEntry(0, _NO_FILE, specs, local.meta.to_json(), local.exact, local.reasons)
+        raw = f"[{', '.join((*lasting, compact(rest), compact(own)))}]".encode()
         at = _up(PAGE_BYTES + len(raw))
         for spec, _ in _tensors(states, local):
             at = _up(at + spec.nbytes)
@@ -507,8 +506,7 @@ class _Descriptions:
         found = [*said.values(), *(spec for spec, _ in state.tensors)]
         known, text = self._lasting.get(unit, ([], ""))
         if len(found) != len(known) or not all(map(is_, found, known)):
-            entry = UnitEntry(0, _NO_FILE, tuple(spec for spec, _ in state.tensors), said).to_json()
-            text = json.dumps({"tensors": [*entry["tensors"]], "meta": entry["meta"]})
+            text = compact(UnitEntry(0, _NO_FILE, tuple(spec for spec, _ in state.tensors), said))
             self._lasting[unit] = found, text
         return text
 
@@ -523,8 +521,10 @@ class _Descriptions:
             }
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise FormatError(f"{where} is damaged: {error!r}") from error
-        local = None if own is None else LocalEntry.from_json(Fields(own, where), Path(where))
-        return units_from_json(Fields(whole, where), Path(where)), local
+        with told(where):
+            units = entries(by_name(whole, "units"), UnitEntry, "units")
+            local = entries(by_name({} if own is None else {"own": own}, "local"), LocalEntry, "local")
+        return units, local.get("own")
 
 
 def _tensors(states: Mapping[str, UnitState], local: LocalState | None) -> Iterator[tuple[TensorSpec, TensorSource]]:

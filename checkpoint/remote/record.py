@@ -13,7 +13,8 @@ from pathlib import Path
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import write_file
-from lastwords.checkpoint.document import Fields, decode_document, encode_document, read_document
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.document import decode_document, encode_document, read_document, told
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.remote.address import name_of
 from lastwords.checkpoint.system import REAL_OS, Os
@@ -45,8 +46,8 @@ class Record:
         's3://b/c'
         """
         content = decode_document(raw, where=where, version_max=UPLOADED_FORMAT, remedy=_REMEDY)
-        fields = Fields(content, where, remedy=_REMEDY)
-        return Record(fields.text("url"), frozenset(fields.texts("names")))
+        with told(where, _REMEDY):  # a file has to say what has a default here
+            return typed({"url": None, "names": None, **content}, Record, "")
 
 
 def read(root: Path, os: Os = REAL_OS) -> Record | None:

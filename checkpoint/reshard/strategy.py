@@ -21,7 +21,7 @@ from msgspec import Meta
 from lastwords.checkpoint.appearing import TEMPORARY, write_file
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
 from lastwords.checkpoint.codec import Number, typed
-from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, Fields, decode_document, encode_document, items_of
+from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, decode_document, encode_document, items_of, told
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest, read_published
@@ -43,6 +43,7 @@ WORLD_SIZE_MAX = 1 << 20
 REMEDY = "save the strategy again with the job that it describes (save_strategy)"
 """What to do about a strategy that is damaged, or that fits no job."""
 
+_WorldSize = Annotated[int, Meta(ge=1, le=WORLD_SIZE_MAX)]
 _SHOWN_MAX = 8
 
 
@@ -162,22 +163,15 @@ class Strategy:
             content = decode_document(
                 raw, where=where, version_max=STRATEGY_FORMAT, remedy=REMEDY, only=("world_size",)
             )
-            fields = Fields(content, where, remedy=REMEDY)
-            world_size = fields.integer("world_size", least=1)
             alike: dict[str, Cut] = {}
             tensors: dict[str, Cut] = {}
-            for name, said, value in items_of(raw, "tensors", where, REMEDY):
-                if said not in alike:
-                    try:
+            with told(where, REMEDY):
+                world_size = typed(content["world_size"], _WorldSize, "world_size")
+                for name, said, value in items_of(raw, "tensors"):
+                    if said not in alike:
                         alike[said] = _cut(f"tensors[{name!r}]", value)
-                    except FormatError as error:
-                        fields.refuse(str(error))
-                tensors[name] = alike[said]
-            if world_size > WORLD_SIZE_MAX:
-                fields.refuse(f"its world_size is {world_size}; a job has {WORLD_SIZE_MAX} ranks at most")
+                    tensors[name] = alike[said]
             return Strategy(world_size, tensors)
-        except StrategyError:
-            raise
         except FormatError as error:
             raise StrategyError(str(error)) from error
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lastwords.checkpoint.codec import brief
 from lastwords.checkpoint.meta import Habits
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.capture import step_document
@@ -471,7 +472,7 @@ class StepRecorder:
         if self._box is None:
             return
         habits = replace(self.loop.added_to(self._box.habits), constants=self._constants or {})
-        facts = {"reasons": [one.to_json() for one in self.ledger.reasons], **habits.to_json()}
+        facts = {"reasons": [brief(one) for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.meta import COMMITTED, NO_STATE, TENTATIVE, Habits, LocalMeta
@@ -364,7 +365,7 @@ class TrainerSource:
                     return _nothing(f"its black box has no state of step {step} (it has: {there})")
                 facts = box.facts()
                 habits = Habits.read(facts, "facts")
-                told = [Reason.from_json(one) for one in facts.get("reasons", [])]
+                told = [*typed(facts.get("reasons", []), tuple[Reason, ...], "reasons")]
                 reasons = [str(reason) for key in ("reasons", "early") for reason in copy.json.get(key, [])]
                 if copy.problem:
                     reasons.append(copy.problem)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.document import Fields
-from lastwords.checkpoint.entries import _specs_from_json
+from lastwords.checkpoint.entries import UnitEntry, by_name, entries
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import (
     EMPTY_UNIT,
@@ -198,17 +197,23 @@ def test_no_module_but_those_of_the_format_looks_at_a_key() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"shape": [1, "2"]}, r"tensors\[1\]\.shape\[1\]: expected `int`, got `str`"),
-        ({"name": 3}, r"tensors\[1\]\.name: expected `str`, got `int`"),
-        ({"dtype": "F7"}, r"tensors\[1\]: tensor 'b' has element type 'F7'"),
-        ({"shape": [1, -2]}, r"tensors\[1\]: tensor 'b': a shard of shape \(1, -2\)"),
-        ({"offsets": None}, r"tensors\[1\] does not record which region"),
-        ({"global_shape": None}, r"tensors\[1\] does not record which region"),
+        ({"shape": [1, "2"]}, r"units\.u\.tensors\[1\]\.shape\[1\]: expected `int`, got `str`"),
+        ({"name": 3}, r"units\.u\.tensors\[1\]\.name: expected `str`, got `int`"),
+        ({"dtype": "F7"}, r"units\.u\.tensors\[1\]: tensor 'b' has element type 'F7'"),
+        ({"shape": [1, -2]}, r"units\.u\.tensors\[1\]: tensor 'b': a shard of shape \(1, -2\)"),
+        ({"offsets": None, "global_shape": None}, r"units\.u\.tensors\[1\] does not record which region"),
+        ({"offsets": None}, r"units\.u\.tensors\[1\]: .* must have the same number of dimensions"),
+        ({"global_shape": None}, r"units\.u\.tensors\[1\]: .* must have the same number of dimensions"),
     ],
 )
 def test_a_tensor_that_cannot_be_is_told_with_its_path(change: dict[str, Any], told: str) -> None:
     sound = {"name": "a", "dtype": "F32", "shape": [1, 2], "global_shape": [2, 2], "offsets": [1, 0]}
     wrong = {key: value for key, value in {**sound, "name": "b", **change}.items() if value is not None}
-    assert _specs_from_json(Fields({"tensors": [sound]}, "file")) == (TensorSpec("a", "F32", (1, 2), (2, 2), (1, 0)),)
+
+    def tensors_of(specs: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+        unit = {"writer": 0, "file": "rank_0/ttp_rank_0-1_1.ckpt", "tensors": specs, "meta": {}}
+        return entries(by_name({"u": unit}, "units"), UnitEntry, "units")["u"].tensors
+
+    assert tensors_of([sound]) == (TensorSpec("a", "F32", (1, 2), (2, 2), (1, 0)),)
     with golden.raises(FormatError):
-        _specs_from_json(Fields({"tensors": [sound, wrong]}, "file"))
+        tensors_of([sound, wrong])

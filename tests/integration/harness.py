@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.reason import Reason
 from tests.integration.programs import MESSAGE_BYTES_MAX
 from tests.integration.zygote import AGENTS, PROGRAM
@@ -368,4 +369,4 @@ class Cluster:
 
 def with_texts(manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest's JSON, with its reasons as people read them."""
-    return manifest | {"reasons": [str(Reason.from_json(reason)) for reason in manifest["reasons"]]}
+    return manifest | {"reasons": [*map(str, typed(manifest["reasons"], tuple[Reason, ...], "reasons"))]}

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import document
+from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import encode_document
+from lastwords.checkpoint.manifest import Manifest
 from tests.optim_wrapper.test_forged_meta import FORGERIES, Live, use
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +36,15 @@ def test_a_number_that_no_checkpoint_has_is_refused_where_it_is_read(
     path = live.save(tmp_path)
     manifest = json.loads((path / "manifest.json").read_bytes())
     manifest.pop("checksum")
-    manifest["published_unix_ns"] = 10**400
+    late = {"published_unix_ns": 10**400}
+    manifest |= late
     (path / "manifest.json").write_bytes(encode_document(manifest))
     assert use(tmp_path, path, live) == []
-    monkeypatch.setattr(document, "INTEGER_MAX", 10**500)  # the control
+
+    def unbounded(value: Any, kind: Any, path: str) -> Any:
+        if kind is not Manifest:
+            return typed(value, kind, path)
+        return replace(typed({**value, "published_unix_ns": 1}, Manifest, path), **late)
+
+    monkeypatch.setattr("lastwords.checkpoint.manifest.typed", unbounded)  # the control
     assert any("ls: OverflowError" in text for text in use(tmp_path, path, live))
