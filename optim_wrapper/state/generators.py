@@ -76,12 +76,14 @@ class Generators:
         self._begun = False
         self._walk = Walk({}, {})
         self._beyond: Beyond | None = None
+        self._way: tuple[list[str], dict[str, list[str]]] = [], {}
+        """Places beyond the walk, and how to come to them."""
         self._missing: list[str] = []
         self._unsaved: list[str] = []
 
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
-        self._roots, self._leaves, self._passing, self._beyond = {}, {}, {}, None
+        self._roots, self._leaves, self._passing, self._beyond, self._way = {}, {}, {}, None, ([], {})
         self._walk = Walk({}, {})
 
     @property
@@ -100,7 +102,7 @@ class Generators:
         self._walk = walk
         found = dict(walk.generators)
         if beyond:
-            self._beyond = Beyond(walk, self._roots)
+            self._beyond, self._way = Beyond(walk, self._roots), ([], {})
             found |= {path: one for path, one in self._beyond.generators.items() if path not in found}
             there = {*map(id, found.values())}
             self._leaves = {path: one for path, one in self._leaves.items() if id(one.generator) in there}
@@ -132,7 +134,9 @@ class Generators:
         if beyond is None:
             return part.generators
         places = [path for path in (*self._leaves, *self._passing) if path not in self._walk.generators]
-        way = beyond.way_to(beyond.origin(path) for path in places if path in beyond.generators)
+        if places != self._way[0]:
+            self._way = places, beyond.way_to(beyond.origin(path) for path in places if path in beyond.generators)
+        way = self._way[1]
         return {**beyond.part(way).generators, **part.generators} if way else part.generators
 
     def end_step(self, part: Callable[[], Walk]) -> None:

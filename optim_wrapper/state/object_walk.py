@@ -466,12 +466,15 @@ class Beyond(Walk):
 
     def __init__(self, walk: Walk, roots: Mapping[str, Any], saved: Mapping[str, torch.Tensor] | None = None) -> None:
         self._walk = walk
+        # What variables lead to is met here anew, from where it would have been met before the loop began.
+        known = (walk._paths, walk._containers)
+        self._before = [{one: at for one, at in of.items() if VARIABLES not in at} for of in known]
+        self._functions = {path: one for path, one in walk.code if VARIABLES not in path}
+        self._classes: dict[str, type[Any]] = {}
         super().__init__(roots, saved or {})
 
     def _met_before(self) -> None:
-        # What variables lead to is met here anew, from where it would have been met before the loop began.
-        known = (self._walk._paths, self._walk._containers)
-        self._paths, self._containers = ({one: at for one, at in of.items() if VARIABLES not in at} for of in known)
+        self._paths, self._containers = (of.copy() for of in self._before)
 
     def _running(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         for frame in user_frames():
@@ -484,11 +487,14 @@ class Beyond(Walk):
         self._drawn = {*walk._drawn}
         self._room += len(self._paths) + len(self._containers)
         self._names("", self._roots)
-        self._names("", {path: one for path, one in walk.code if VARIABLES not in path})
+        self._names("", self._functions)
         if self._only is None:
             for path, one in walk.objects.items():
                 if VARIABLES not in path:
                     self._of_class(type(one))
+        for place in self._only or ():
+            if place in self._classes:
+                self._of_class(self._classes[place])
         for place, held in self._running():
             self._names(place, held)
         for module, names in user_modules() if self._only is None else named_modules(self._only):
@@ -545,9 +551,12 @@ class Beyond(Walk):
                 continue
             self._paths[id(owner)] = ""
             at, place = self._at, f"{owner.__module__}.{owner.__qualname__}"
-            for name, value in [*vars(owner).items()]:
-                if not name.startswith("__"):
-                    self._hold(place, name, value, f"{place}.{name}")
+            own = vars(owner)
+            self._classes[place] = owner
+            for name in [*own] if self._only is None else self._only.get(place, ()):
+                if name in own and not name.startswith("__"):
+                    self._at = place, name
+                    self._hold(place, name, own[name], f"{place}.{name}")
             self._at = at
 
 

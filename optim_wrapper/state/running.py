@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import os
 import sys
 import sysconfig
 import types
@@ -14,6 +15,8 @@ from typing import Any
 _FRAMES_MAX = 32
 _OUTSIDE = frozenset({"torch", "numpy", "lastwords", *sys.stdlib_module_names}) - {"__main__"}
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, wherever they are: the system's, the user's, those of another environment."""
 _SHOW_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
@@ -24,7 +27,10 @@ def is_of_the_user(names: Mapping[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_the_user(module: str, file: str) -> bool:
-    return module.partition(".")[0] not in _OUTSIDE and (module == "__main__" or not file.startswith(_INSTALLED))
+    if module == "__main__":
+        return True
+    installed = file.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(file.split(os.sep))
+    return module.partition(".")[0] not in _OUTSIDE and not installed
 
 
 def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
