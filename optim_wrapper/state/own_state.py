@@ -163,9 +163,7 @@ class OwnStates:
         called: Callable[[str], str],
         wrappers: Sequence[OptTFTWrapper],
         whole: Callable[[], bool],
-        others: Sequence[OwnState] = (),
     ) -> None:
-        self._others = others
         self.of_optimizers: dict[str, OwnState] = {}
         for number, wrapper in enumerate(wrappers):
             name = "optimizer" if len(wrappers) == 1 else f"optimizer[{number}]"
@@ -178,7 +176,7 @@ class OwnStates:
     @property
     def reasons(self) -> list[str]:
         """What has been said so far of what is saved."""
-        every = (*self.of_optimizers.values(), *self.of_modules.values(), *self._others)
+        every = (*self.of_optimizers.values(), *self.of_modules.values())
         return [reason for own in every for reason in own.reasons]
 
 

@@ -454,7 +454,7 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
     assert bytes(regions["grad/trained.weight"].data) == raw(job.net.trained.weight.grad)  # type: ignore[arg-type]
     (tmp_path / "again").mkdir()
     again = Job(tmp_path / "again")
-    assert again.recorder.restore_own(regions, NO_FORMS) == []
+    assert (*again.recorder.restore_own(regions, NO_FORMS), *again.recorder.gradients.restore(regions)) == ()
     for name, parameter in again.net.named_parameters():
         here, there = parameter.grad, job.net.get_parameter(name).grad
         assert (here is None) == (there is None) == (name == "frozen")
@@ -466,7 +466,9 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
 def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
     job = Job(tmp_path)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    job.recorder.gradients = CarriedGradients(job.recorder.gradients._all, [scaler], tensors=job.recorder.tensors)
+    job.recorder.gradients = CarriedGradients(
+        job.recorder.gradients._parameters_of_model, [scaler], tensors=job.recorder.tensors
+    )
     for skips in (True, False):
         job.step += 1
         job.compute()
