@@ -15,8 +15,8 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import UnitMeta
 from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.capture.buffers import BufferPlace, device_at, place_of, put
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.state.buffer_forms import put
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     bytes_of,
@@ -28,7 +28,6 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
 )
 from lastwords.optim_wrapper.tensors.tensor_tree import Tree, put_together, refuse_missing_classes, tensor_nodes
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
-from lastwords.torch_private import non_persistent
 
 _SHOWN_MAX = 8
 
@@ -76,17 +75,14 @@ class RestorePlan(Reading):
         self._meta = meta
         self._specs = {spec.name: spec for spec in specs}
         self._names = view.names()
-        self._new_buffers: dict[str, torch.Tensor] = {}
+        self._new_buffers: list[tuple[BufferPlace, torch.Tensor, bool]] = []
         self._check()
 
     def commit(self) -> None:
         """After everything has been read: staged tensors, optimizer state, hyperparameters."""
         super().commit()
-        for name, buffer in self._new_buffers.items():
-            module, key = self._names.owners[name]
-            if key not in module._buffers and name in self._meta.volatile_buffers:
-                non_persistent(module).add(key)
-            put(module._buffers, key, buffer)
+        for place, buffer, volatile in self._new_buffers:
+            put(place, buffer, volatile=volatile)
         for name in self._meta.absent_buffers:
             if name in self._names.owners:
                 module, key = self._names.owners[name]
@@ -142,28 +138,17 @@ class RestorePlan(Reading):
             elif self._view.same_part(spec, name, tensor) and saved[name] == dtype_name(tensor.dtype):
                 self._targets[stored] = tensor
             elif free:
-                self._make_buffer(name, stored, saved[name], spec, tensor.device)
+                self._make_buffer(names.owners[name], name, stored)
             else:
                 different[name] = saved_and_here(spec, saved[name], self._view.spec_of(stored, name, tensor), tensor)
-        for name, dtype in saved.items():
-            if name in here or name in names.aliases or name in excluded:
-                continue
-            if kind == "buffer" and name in {*meta.volatile_buffers, *meta.reshaped_buffers}:
-                self._find_owner(name)
-            if kind == "buffer" and name in names.owners:  # registered here, but None so far
-                stored = unit_tensor_name(self._view.unit, kind, name)
-                device = next((p.device for p in self._view.model.parameters()), torch.device("cpu"))
-                self._make_buffer(name, stored, dtype, self._spec(stored), device)
-            else:
+        known = {*here, *names.aliases, *excluded}
+        for name in [name for name in saved if name not in known]:
+            comes = name in {*meta.volatile_buffers, *meta.reshaped_buffers}
+            place = place_of(self._view.model, self._view.called, name, comes=comes) if kind == "buffer" else None
+            if place is None:
                 extra.append(name)
-
-    def _find_owner(self, name: str) -> None:
-        """Where a cache belongs that the saved run registered in a forward pass, and this one has not yet."""
-        key = name.rpartition(".")[2]
-        for prefix, module in self._view.model.named_modules():
-            raw = f"{prefix}.{key}".replace("_orig_mod.", "") if prefix else key
-            if self._view.called(raw) == name and not hasattr(module, key):
-                self._names.owners[name] = module, key
+            else:
+                self._make_buffer(place, name, unit_tensor_name(self._view.unit, kind, name))
 
     def _check_optimizer(self, names: Names, different: dict[str, str]) -> None:
         kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta.optimizer
@@ -262,9 +247,11 @@ class RestorePlan(Reading):
             )
         return made
 
-    def _make_buffer(self, name: str, stored: str, dtype: str, spec: TensorSpec, device: torch.device) -> None:
-        buffer = torch.empty(stored_shape(spec, dtype), dtype=dtype_named(dtype), device=device)
-        self._new_buffers[name] = self._targets[stored] = buffer
+    def _make_buffer(self, place: BufferPlace, name: str, stored: str) -> None:
+        dtype, device = self._meta.buffers[name], device_at(place, self._view.model)
+        shape = stored_shape(self._spec(stored), dtype)
+        self._targets[stored] = buffer = torch.empty(shape, dtype=dtype_named(dtype), device=device)
+        self._new_buffers.append((place, buffer, name in self._meta.volatile_buffers))
 
     def _spec(self, stored: str) -> TensorSpec:
         try:
