@@ -173,7 +173,7 @@ class RestorePlan(Reading):
     def _plan_optimizer(self) -> None:
         for name, tree in self._meta.optimizer_state.items():
             parameter = self._names.parameters.get(name)
-            current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
+            current = self._view.optimizer_state.get(parameter, {}) if parameter is not None else {}
             if parameter is None and not name.startswith("~"):
                 raise FormatError(f"the unit has optimizer state of {name!r}, which is not one of its parameters")
             for key, node in tree["dict"]:
@@ -262,7 +262,7 @@ class RestorePlan(Reading):
     # ------------------------------------------------------------------ optimizer
 
     def _commit_optimizer(self) -> None:
-        optimizer, stateful, names = self._view.optimizer, self._view.stateful, self._names
+        optimizer, state, names = self._view.optimizer, self._view.optimizer_state, self._names
         restored: dict[Any, dict[str, Any]] = {}
         for name, tree in self._meta.optimizer_state.items():
             key = names.parameters.get(name, name.removeprefix("~"))
@@ -272,18 +272,18 @@ class RestorePlan(Reading):
             restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {owner or key!r}")
         self._keep_left_out(restored)
         own = {id(parameter) for parameter in names.parameters.values()}
-        for key in list(stateful.state):
+        for key in list(state):
             if key not in restored and (self._view.members is None or id(key) in own):
-                del stateful.state[key]
+                del state[key]
         for key, value in restored.items():
-            stateful.state[key] = value
+            state[key] = value
         for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
             fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
 
     def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
         """What could not be stored stays as the constructor has made it here, if it has."""
-        live, parameters = self._view.stateful.state, self._names.parameters
+        live, parameters = self._view.optimizer_state, self._names.parameters
         left_out = self._meta.left_out
         for own in [own for own in live if not isinstance(own, torch.Tensor) and (f"~{own}", None) in left_out]:
             restored.setdefault(own, live[own])

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.nested_optimizers import nested_in, stateful
+from lastwords.optim_wrapper.joined_optimizer import nested_in, state_of
 from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.optim_wrapper.tensors.value_copies import advance
@@ -242,7 +242,7 @@ def _tensors_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from tensors_in(list(group.values()))
-        yield from tensors_in(list(stateful(optimizer).state.values()))
+        yield from tensors_in(list(state_of(optimizer).values()))
 
 
 def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:

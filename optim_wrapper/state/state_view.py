@@ -7,7 +7,7 @@ their memory is handed to the writer as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -21,10 +21,9 @@ from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
-from lastwords.optim_wrapper import nested_optimizers
 from lastwords.optim_wrapper.ddp.ddp_found import with_those_beside
 from lastwords.optim_wrapper.ddp.ddp_private import one_layer_off
-from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind, state_of
 from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.state.group_copies import copy_groups
 from lastwords.optim_wrapper.state.listing import Listing
@@ -204,9 +203,9 @@ class UnitView:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
-    def stateful(self) -> Optimizer:
-        """What has the `state` that counts: ZeRO keeps its share in a local one, and Lookahead nests another."""
-        return nested_optimizers.stateful(self.optimizer)  # type: ignore[no-any-return]
+    def optimizer_state(self) -> MutableMapping[Any, Any]:
+        """The `state` that counts: ZeRO keeps its share in a local one, and Lookahead nests another."""
+        return state_of(self.optimizer)
 
     def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
         """A view of some of the same state."""
@@ -359,17 +358,17 @@ class UnitView:
 
     def _list(self, groups: int, lent: Mapping[Any, dict[Any, Any] | None], keep: bool) -> _Listed:
         """What the unit has, but for the numbers of that many groups."""
-        known, own, optimizers = self._known, (self.exclude_buffers, groups), (self.optimizer, self.stateful)
-        if known is not None and not lent and known.of == own and known.listing.still(optimizers):
+        known, own = self._known, (self.exclude_buffers, groups)
+        if known is not None and not lent and known.of == own and known.listing.still(self.optimizer):
             return known.listed
         self._known = None
         listed = self._listed_anew(groups, lent)
         tensors = [tensor for _, tensor, _ in listed.tensors]
         missing = lent or listed.names.refused or listed.meta.left_out
-        if keep and not missing and Listing.suits(self.stateful, tensors):
+        if keep and not missing and Listing.suits(self.optimizer_state, tensors):
             listed = listed._replace(sources=[*map(lasting_source_of, tensors)])
             tensors += self._state_elsewhere(listed.names)  # which memory may be shared with
-            self._known = _Known(own, Listing(self.model, optimizers, tensors), listed)
+            self._known = _Known(own, Listing(self.model, self.optimizer, tensors), listed)
         return listed
 
     def let_go(self) -> None:
@@ -429,7 +428,7 @@ class UnitView:
         name_of = {id(parameter): name for name, parameter in names.parameters.items()}
         trees: dict[str, Tree] = {}
         own: list[tuple[str | None, Any, Tree]] = []
-        for key, value in _with_lent(self.stateful.state, lent):
+        for key, value in _with_lent(self.optimizer_state, lent):
             parameter = key if isinstance(key, torch.Tensor) else None
             name = f"~{key}" if parameter is None else name_of.get(id(key))
             if name is None:
@@ -459,7 +458,7 @@ class UnitView:
     def _state_elsewhere(self, names: Names) -> Iterator[torch.Tensor]:
         """State of parameters that other units have."""
         own = {id(parameter) for parameter in names.parameters.values()}
-        for key, value in [*self.stateful.state.items()] if self.members is not None else ():
+        for key, value in [*self.optimizer_state.items()] if self.members is not None else ():
             if isinstance(key, torch.Tensor) and id(key) not in own and isinstance(value, dict):
                 yield from (one for one in [*value.values()] if isinstance(one, torch.Tensor))
 

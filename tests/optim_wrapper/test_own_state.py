@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.meta import Habits, InlineExtras
 from lastwords.checkpoint.part import UnitState
-from lastwords.optim_wrapper import nested_optimizers
+from lastwords.optim_wrapper import joined_optimizer
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume.resume import _ExtraTensors
@@ -295,7 +295,7 @@ def test_without_the_extra_the_runs_differ(tmp_path: Path, kind: str, monkeypatc
 
 def test_without_the_nested_state_the_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    for module in (nested_optimizers, own_state):
+    for module in (joined_optimizer, own_state):
         monkeypatch.setattr(module, "nested_in", lambda optimizer: {})
     with pytest.raises(AssertionError):
         test_the_resumed_run_has_the_bits_of_the_one_that_went_on(tmp_path, "nested", False, False)
