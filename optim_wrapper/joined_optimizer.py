@@ -49,13 +49,6 @@ class JoinedOptimizer(Optimizer):
         """The states of all parts."""
         return _JoinedState(self.parts)
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """Not to be called."""
-        raise NotImplementedError("a JoinedOptimizer only reads state; call step() of its optimizers")
-
-    def __repr__(self) -> str:
-        return "+".join(type(part).__name__ for part in self.parts)
-
 
 def optimizer_kind(optimizer: Optimizer) -> str:
     """Name of an optimizer's class; those of all parts where there are several.
@@ -63,7 +56,7 @@ def optimizer_kind(optimizer: Optimizer) -> str:
     >>> optimizer_kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
     'SGD'
     """
-    return repr(optimizer) if isinstance(optimizer, JoinedOptimizer) else type(optimizer).__name__
+    return "+".join(type(part).__name__ for part in zero.parts_of(optimizer))
 
 
 def state_of(optimizer: Optimizer) -> MutableMapping[Any, Any]:
@@ -73,11 +66,7 @@ def state_of(optimizer: Optimizer) -> MutableMapping[Any, Any]:
 
 
 def with_state(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """All that have a state of their own: parts of a set, and those nested in each; by what names of theirs begin with.
-
-    >>> [*with_state(JoinedOptimizer([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]))]
-    ['[0].']
-    """
+    """All that have a state of their own: parts of a set, and those nested in each; by what their names begin with."""
     joined = hasattr(optimizer, "parts")
     return {
         f"[{number}].{name}" if joined else name: one
@@ -163,9 +152,6 @@ class _JoinedState(MutableMapping[Any, Any]):
             raise KeyError(key)
         for state in self._of(key).values():
             state.pop(key, None)
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in state for _, states in self._parts for state in states.values())
 
     def __iter__(self) -> Iterator[Any]:
         return iter(dict.fromkeys(key for _, states in self._parts for state in states.values() for key in state))

@@ -28,11 +28,10 @@ from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state import attributes, extra_digests, rank_units
+from lastwords.optim_wrapper.state import attributes, extra_digests, own_state, rank_units
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
-from lastwords.optim_wrapper.state.own_state import OwnStates
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -74,18 +73,16 @@ class StepRecorder:
         self.extras = Extras(extras, ledger=self.ledger)
         self.local_extras = Extras(local_extras, "local_extras", self.ledger)
         whole = lambda: self._units is None or self._units.pure  # noqa: E731
-        self.own = OwnStates(self.view.model, self.view.called, optimizers, whole)
-        self.extras.add(self.own.of_optimizers)
-        self.local_extras.add(self.own.of_modules)
+        of_optimizers = own_state.of_optimizers(optimizers, whole)
+        self.extras.add(of_optimizers)
+        self.local_extras.add(own_state.of_modules(self.view.model, self.view.called))
         self.tensors = BoxTensors(self.ledger)
         self.buffers = Buffers(self.view.model, self.tensors, called=self.view.called)
         self.rng = RngCapture(ledger=self.ledger)
         self.extra_buffers = ExtraBuffers(self.extras, self.tensors)
         beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
         apart = [*(extras or {}).values(), *(local_extras or {}).values(), *optimizers]
-        self.attributes = attributes.of_job(
-            self.view, optimizers, self.ledger, self.own.of_optimizers, beside, apart, variables
-        )
+        self.attributes = attributes.of_job(self.view, optimizers, self.ledger, of_optimizers, beside, apart, variables)
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
@@ -93,7 +90,7 @@ class StepRecorder:
         self.watch = StateWatch(
             self.view, lambda: self.buffers.captured, self.buffers.keep, self.tensors, copies=copies
         )
-        self.watch.know(self.own.of_optimizers.values())
+        self.watch.know(of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(
@@ -342,7 +339,7 @@ class StepRecorder:
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
             self.watch.announce_left_out()
-            self.ledger.tell(*self.own.reasons)
+            self.ledger.tell(*self.extras.own_reasons, *self.local_extras.own_reasons)
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step

@@ -233,7 +233,7 @@ def _restore(
         step_regions, epoch_start, local_history, at_step, at_start = {}, {}, None, NOTHING, NOTHING
     reasons += recorder.gradients.restore(step_regions)
     recorder.history(history, local_history, habits_for(None if moved else world.rank, manifest))
-    reasons += recorder.own.reasons
+    reasons += [*recorder.extras.own_reasons, *recorder.local_extras.own_reasons]
     return Resumed(
         path=path,
         job=manifest.job,

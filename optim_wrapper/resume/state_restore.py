@@ -83,10 +83,9 @@ class RestorePlan(Reading):
         super().commit()
         for place, buffer, volatile in self._new_buffers:
             put(place, buffer, volatile=volatile)
-        for name in self._meta.absent_buffers:
-            if name in self._names.owners:
-                module, key = self._names.owners[name]
-                module._buffers[key] = None
+        owners = self._names.owners
+        for module, key in [owners[name] for name in self._meta.absent_buffers if name in owners]:
+            module._buffers[key] = None
         frozen = frozenset(self._meta.frozen or ())
         for name, parameter in self._names.parameters.items() if self._meta.frozen is not None else ():
             if parameter.requires_grad == (name in frozen) and parameter.is_leaf:

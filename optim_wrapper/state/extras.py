@@ -104,13 +104,20 @@ class Extras:
                     "load_state_dict(), or a dict of plain values"
                 )
             self._refuse_unstorable(name, value)
+        self._own: dict[str, OwnState] = {}
         self._told: set[str] = set()
         self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
         self.ledger = ledger or Ledger()
 
     def add(self, own: Mapping[str, OwnState]) -> None:
         """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
+        self._own |= own
         self._objects |= own
+
+    @property
+    def own_reasons(self) -> list[str]:
+        """What those have said so far."""
+        return [reason for own in self._own.values() for reason in own.reasons]
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -120,7 +127,7 @@ class Extras:
 
     def are_users(self, name: str) -> bool:
         """Whether it is one that the user has named."""
-        return not isinstance(self._objects.get(name), OwnState)
+        return name not in self._own
 
     def called(self, names: Iterable[str]) -> list[str]:
         """What these are called in messages."""
@@ -261,11 +268,10 @@ class Extras:
         trees, left_out = meta.states, frozenset(meta.left_out)
         moves = moves_of(meta)
         history = ExtrasSnapshot({}, meta.steps, moves, tuple(meta.step_on_resume))
-        own = {name: value for name, value in self._objects.items() if isinstance(value, OwnState)}
-        for name in own.keys() - trees.keys() - left_out:
-            own[name].not_saved()
+        for name in self._own.keys() - trees.keys() - left_out:
+            self._own[name].not_saved()
         missing, extra = (
-            sorted(self._objects.keys() - trees.keys() - left_out - own.keys()),
+            sorted(self._objects.keys() - trees.keys() - left_out - self._own.keys()),
             sorted(trees.keys() - self._objects.keys()),
         )
         if missing or extra:

@@ -154,30 +154,18 @@ class ModuleStates(OwnState):
                 yield self._called(name.replace("_orig_mod.", "")) if name else "", module
 
 
-class OwnStates:
-    """All of them in one job; torch's own optimizers and modules have none."""
+def of_optimizers(wrappers: Sequence[OptTFTWrapper], whole: Callable[[], bool]) -> dict[str, OwnState]:
+    """Those of a job's optimizers; torch's own have none. whole: see `OwnOptimizerState`."""
+    names = ["optimizer"] if len(wrappers) == 1 else [f"optimizer[{number}]" for number in range(len(wrappers))]
+    pairs = zip(wrappers, names, strict=True)
+    every = [OwnOptimizerState(wrapper, name, whole) for wrapper, name in pairs if _speaks_for_itself(wrapper)]
+    return {own.name: own for own in every}
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        called: Callable[[str], str],
-        wrappers: Sequence[OptTFTWrapper],
-        whole: Callable[[], bool],
-    ) -> None:
-        self.of_optimizers: dict[str, OwnState] = {}
-        for number, wrapper in enumerate(wrappers):
-            name = "optimizer" if len(wrappers) == 1 else f"optimizer[{number}]"
-            if _speaks_for_itself(wrapper):
-                own = OwnOptimizerState(wrapper, name, whole)
-                self.of_optimizers[own.name] = own
-        modules = ModuleStates(model, called)
-        self.of_modules: dict[str, OwnState] = {modules.name: modules} if any(True for _ in modules.modules()) else {}
 
-    @property
-    def reasons(self) -> list[str]:
-        """What has been said so far of what is saved."""
-        every = (*self.of_optimizers.values(), *self.of_modules.values())
-        return [reason for own in every for reason in own.reasons]
+def of_modules(model: torch.nn.Module, called: Callable[[str], str]) -> dict[str, OwnState]:
+    """That of a model's modules; torch's own have none. called: see `GlobalNames`."""
+    own = ModuleStates(model, called)
+    return {own.name: own} if any(True for _ in own.modules()) else {}
 
 
 def _speaks_for_itself(wrapper: OptTFTWrapper) -> bool:
