@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from lastwords.checkpoint.entries import LocalEntry
+from lastwords.checkpoint.format import TensorSpec
 from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper.capture import boundary_copies
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
@@ -362,6 +364,15 @@ OTHER = {"own": ["parameter 'em.weight'", 6, 3]}
 )
 def test_who_lacks_its_own_is_told_where_it_may_matter(ranks: list[tuple[str, dict[str, Any]]], told: bool) -> None:
     assert bool(resume._not_alike(manifest(*ranks), 0)) == told
+
+
+@pytest.mark.parametrize(("kind", "told"), [("committed", False), ("tentative", True)])
+def test_who_has_no_gradients_where_another_rank_has_is_told_unless_it_had_ended_its_step(
+    kind: str, told: bool
+) -> None:
+    found = manifest((kind, {}), ("committed", {}))
+    found.locals[1] = replace(found.locals[1], tensors=(TensorSpec("local/1/grad/weight", "F32", (2,)),))
+    assert bool(resume._not_alike(found, 0)) == told
 
 
 def words_of(folder: Path, own: float, form: str = "mine", *, steps: int = 3, copies: bool = True) -> list[Any]:
