@@ -35,7 +35,8 @@ from torch.optim.optimizer import Optimizer
 from lastwords.errors import ConfigError, NotAnOptimizerError
 from lastwords.optim_wrapper import added_groups
 from lastwords.optim_wrapper.closure_probe import fingerprint_of, same_fingerprint
-from lastwords.optim_wrapper.inner_steps import has_step_hooks, writer_of
+from lastwords.sharding import zero
+from lastwords.torch_private import global_step_hooks
 
 _HOOK_KEY = "lastwords"
 """Key of our entry in the inner optimizer's hook tables; torch's own keys are integers."""
@@ -81,7 +82,7 @@ class OptTFTWrapper(Optimizer):
         self.__dict__.pop("_inner", None)
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
-        self._writer = writer_of(inner)
+        self._writer = zero.stateful(inner)
         self._hooks: StepHooks | None = None
         self._admit: Callable[[dict[str, Any]], None] | None = None
         self._zeroed: Callable[..., None] | None = None
@@ -139,7 +140,7 @@ class OptTFTWrapper(Optimizer):
             if closure is None and not args:
                 return inner.step(**kwargs)
             return inner.step(closure, *args, **kwargs)  # type: ignore[call-overload]
-        if closure is not None or args or self._writer is not inner or has_step_hooks(inner):
+        if closure is not None or args or self._writer is not inner or _has_step_hooks(inner):
             return self._reported_step(closure, args, kwargs)
         # What nearly every step is: no closure and no hooks, so nothing of ours has to go between the inner one's.
         hooks.begin_update()
@@ -181,7 +182,7 @@ class OptTFTWrapper(Optimizer):
         assert hooks is not None
         inner: Any = self._inner
         self._begun = self._ended = False
-        in_tables = self._hook_tables_work and (self._writer is not inner or has_step_hooks(inner))
+        in_tables = self._hook_tables_work and (self._writer is not inner or _has_step_hooks(inner))
         if in_tables:
             self._put_into_tables(before=closure is None)
         self._stepping = True
@@ -404,3 +405,15 @@ def _refuse_second_wrapper(optimizer: Optimizer) -> None:
             f"this {type(optimizer).__name__} is already wrapped by another OptTFTWrapper; wrap it once and "
             f"use that wrapper"
         )
+
+
+def _has_step_hooks(inner: Optimizer) -> bool:
+    """Whether any run around an optimizer's own step, beside our guard."""
+    own = inner.__dict__
+    before, after = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks")
+    if before is None:
+        return bool(after)
+    return bool(len(before) > 1 or after or _before_all or _after_all)
+
+
+_before_all, _after_all = global_step_hooks

@@ -52,10 +52,7 @@ def owners(optimizer: Optimizer) -> dict[int, tuple[int, int]]:
 
 def stateful(optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the state: ZeRO's local one, else `optimizer` itself."""
-    if not _is_one(optimizer):
-        return optimizer
-    zero: Any = optimizer
-    local: Optimizer = zero.optim
+    local: Optimizer = getattr(optimizer, "optim", optimizer) if _is_one(optimizer) else optimizer
     return local
 
 

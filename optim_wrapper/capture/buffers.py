@@ -8,15 +8,15 @@ rank as the model's own do; of those the larger ones are left to the extras.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, dtype_of, unstorable
-from lastwords.optim_wrapper.state.buffer_forms import put
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, tensor_of, unstorable
 from lastwords.optim_wrapper.state.extras import Extras
+from lastwords.optim_wrapper.state.state_view import buffers_in, own_name
 from lastwords.optim_wrapper.tensors.tree_objects import is_composite
 from lastwords.processor.black_box import RegionCopy
 from lastwords.sharding.dtensor import local_of
@@ -41,6 +41,58 @@ class SavedForms(NamedTuple):
 
 
 NO_FORMS = SavedForms()
+
+
+BufferPlace = tuple[torch.nn.Module, str]
+"""Where a buffer is, or is to be: a module, and the name in it."""
+
+
+def place_of(model: torch.nn.Module, called: Callable[[str], str], name: str, *, comes: bool) -> BufferPlace | None:
+    """That of a buffer which is registered, but None so far; None if there is no such place.
+
+    comes: it may also be there in another form, or not yet: the first forward pass registers it.
+    """
+    key = name.rpartition(".")[2]
+    for prefix, module in model.named_modules():
+        there = key in module._buffers
+        free = (there or not hasattr(module, key)) if comes else (there and module._buffers[key] is None)
+        if free and called(own_name(prefix, key)) == name:
+            return module, key
+    return None
+
+
+def device_at(place: BufferPlace, model: torch.nn.Module) -> torch.device:
+    """Where a buffer's memory is to be: where it is now, or else the model's first parameter."""
+    module, key = place
+    known = (one.device for one in (module._buffers.get(key), *model.parameters()) if one is not None)
+    return next(known, torch.device("cpu"))
+
+
+def put(place: BufferPlace, buffer: torch.Tensor, *, volatile: bool = False) -> None:
+    """Give a module's buffer this content and form. It stays the same tensor where it can: DDP has a list of them.
+
+    volatile: if it is new, no state_dict() is to have it.
+
+    >>> module = torch.nn.BatchNorm1d(2)
+    >>> before = module.running_mean
+    >>> put((module, "running_mean"), torch.ones(3))
+    >>> before is module.running_mean, before
+    (True, tensor([1., 1., 1.]))
+    """
+    module, key = place
+    live = module._buffers.get(key)
+    if key not in module._buffers and volatile:
+        non_persistent(module).add(key)
+    if (
+        live is None
+        or is_composite(live)
+        or live.is_inference()
+        or type(live) is not type(buffer)
+        or (live.dtype, live.device) != (buffer.dtype, buffer.device)
+    ):
+        module._buffers[key] = buffer
+    else:
+        live.data = buffer
 
 
 class Buffers:
@@ -95,11 +147,9 @@ class Buffers:
 
     def _unseen(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
         """Name, module, name in it and tensor of the buffers that are not known, or were empty."""
-        for prefix, module in self._model.named_modules():
-            for key, tensor in module._buffers.items():
-                name = self._called(f"{prefix}.{key}" if prefix else key)
-                if tensor is not None and name not in self._seen and not is_composite(tensor):
-                    yield name, module, key, tensor
+        for name, module, key, tensor in buffers_in(self._model, self._called):
+            if tensor is not None and name not in self._seen and not is_composite(tensor):
+                yield name, module, key, tensor
 
     @property
     def captured(self) -> frozenset[str]:
@@ -158,57 +208,40 @@ class Buffers:
         A larger buffer that is not among them had not changed and stays as it is.
         Raises MismatchError, before anything is changed, for a buffer that does not exist here or has another form.
         """
-        known = self._known
+        known, model = self._known, self._model
         saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
+        misfits = {name for name, copy in saved.items() if name not in known or not known[name].fits(copy)}
         different = {
             name: f"saved {saved[name].dtype} {saved[name].shape}, here {known[name].region.dtype} "
             f"{known[name].region.shape}"
-            for name in sorted(known.keys() & saved.keys() - {*forms.reshaped})
-            if not known[name].fits(saved[name])
+            for name in sorted(misfits & known.keys() - {*forms.reshaped})
         }
         places = {
-            name: place for name in saved.keys() - known.keys() if (place := self._place_of(name, forms)) is not None
+            name: place
+            for name in misfits - different.keys()
+            if (place := place_of(model, self._called, name, comes=name in {*forms.volatile, *forms.reshaped}))
         }
-        extra = sorted(saved.keys() - known.keys() - places.keys())
+        extra = sorted(misfits - different.keys() - places.keys())
         if extra or different:
             raise MismatchError(
                 f"saved buffers do not fit this model: not in it {extra}, of another form {different}",
                 extra=extra,
                 different=different,
             )
-        self._make({name: (*places[name], saved[name]) for name in places}, forms)
-        for name in sorted(known.keys() & saved.keys() & {*forms.reshaped}):
-            kept, copy = known[name], saved[name]
-            if not kept.fits(copy):
-                device = next((one.device for one in (kept.tensor,) if one is not None), torch.device("cpu"))
-                put(cast(dict[str, torch.Tensor | None], kept.table), kept.key, _empty_of(copy, device))
-                if (twin := kept.reformed()) is not None:
-                    self.tensors.add(twin)
+        for name, place in places.items():
+            buffer = tensor_of(saved[name]).to(device_at(place, model), copy=True)  # that can be resized
+            put(place, buffer, volatile=name in forms.volatile)
+            self._seen.discard(name)
+            self.tensors.remove(PREFIX + name)
+        if places:
+            self._admit(late=True)
         for name, copy in sorted(saved.items()):
-            self._known[name].write(copy)
+            if name not in places:
+                known[name].write(copy)
             # A larger one differs from what a fresh model has: whoever reads the next copy needs it too.
             self.tensors.want(PREFIX + name)
         missing = sorted(self.always - saved.keys())
         return tuple(f"the buffer {name!r} was not saved" for name in missing)
-
-    def _place_of(self, name: str, forms: SavedForms) -> tuple[torch.nn.Module, str] | None:
-        """Module, and name in it, of a buffer that is not there yet; None where it can have no place."""
-        key = name.rpartition(".")[2]
-        for prefix, module in self._model.named_modules():
-            come = name in forms.volatile or name in forms.reshaped
-            free = key in module._buffers or (come and not hasattr(module, key))
-            if free and self._called(f"{prefix}.{key}" if prefix else key) == name:
-                return module, key
-        return None
-
-    def _make(self, new: Mapping[str, tuple[torch.nn.Module, str, RegionCopy]], forms: SavedForms) -> None:
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        for name, (module, key, copy) in new.items():
-            if key not in module._buffers and name in forms.volatile:
-                non_persistent(module).add(key)
-            put(module._buffers, key, _empty_of(copy, device))
-        if new:
-            self._admit(late=True)
 
 
 class ExtraBuffers:
@@ -253,8 +286,3 @@ class ExtraBuffers:
 
 def _is_small(module: torch.nn.Module, tensor: torch.Tensor, bytes_max: int) -> bool:
     return isinstance(module, NormBase) or local_of(tensor).nbytes <= bytes_max
-
-
-def _empty_of(copy: RegionCopy, device: torch.device) -> torch.Tensor:
-    """Zeros of a region's type and shape."""
-    return torch.zeros(tuple(copy.shape), dtype=dtype_of(copy.dtype), device=device)

@@ -3,7 +3,8 @@
 They are this rank's own (under `no_sync` nobody else has them), so they go into the black box, at the end of each step
 in which their optimizer has not updated. After its update most loops set them to zero or to None before they count
 again; those of a loop that goes on with them (`GradientHabit`) are carried as well, also those of parameters that no
-optimizer has: clipping counts them, and a later group may bring them in. Those of modules among the extras always are.
+optimizer has: clipping counts them, and a later group may bring them in. Those of modules among the extras, and of
+tensors in dicts among them, always are, as nothing is known of their updates.
 Those that a GradScaler among the extras has skipped, which shows in its scale, are used up like those of an update;
 where there are several optimizers it does not show whose, so they are saved nevertheless.
 Those that FSDP2 keeps whole, or has reduced within a shard group only, while its sync is off, are named.
@@ -47,17 +48,6 @@ class _Strays:
         """Nobody calls it."""
 
 
-class _AlwaysKept(GradientHabit):
-    """Of modules among the extras, of whose updates nothing is known."""
-
-    def carries(self) -> None:
-        """As always."""
-
-    def update_ended(self) -> bool:
-        """Nothing is looked at."""
-        return False
-
-
 class _Live:
     """Where the gradients are that the next step goes on with, and `ZEROED`: they may be replaced, or dropped."""
 
@@ -68,6 +58,12 @@ class _Live:
     def get(self, name: str, /) -> torch.Tensor | None:
         parameter = self.carried.get(name)
         return parameter.grad if parameter is not None else self.zeroed if name == ZEROED else None
+
+
+def _fits(parameter: torch.Tensor | None, saved: RegionCopy) -> bool:
+    local = None if parameter is None else local_of(parameter)
+    form = None if local is None else (region_dtype(local.dtype), tuple(local.shape))
+    return form == (saved.dtype, tuple(saved.shape))
 
 
 def _gradients_in(regions: Mapping[str, RegionCopy]) -> dict[str, RegionCopy]:
@@ -97,9 +93,11 @@ class CarriedGradients:
         self._ordered: list[torch.Tensor] = []  # the parameters that `ZEROED` speaks of
         self._flags = bytearray()
         self._strays = GradientHabit(cast(Any, _Strays()), self.backward)
-        self._of_extras = _AlwaysKept(cast(Any, _Strays()), self.backward)
-        self._of_extras.habit = Habit.KEPT
         self._strays_by_name: dict[str, torch.Tensor] = {}
+        self._in_modules: dict[str, torch.Tensor] = {}  # of extras, those that have had a gradient
+        self._with_leaves = False  # whether extras had any at the last look
+        self._shared: dict[str, torch.Tensor] = {}  # of these, what are the model's or an optimizer's own parameters
+        self._apart: dict[str, torch.Tensor] = {}  # what is carried of others than extras
         self._count = 0  # of what the optimizers have
         self._model = model
         self._scalers = scalers
@@ -139,7 +137,9 @@ class CarriedGradients:
         reasons = []
         if any(habit.in_doubt(ended=ended) for habit in self.habits) or (not ended and self._zeroed_are_others()):
             reasons.append("gradients may have been carried from this update into the next step, and were not saved")
-        if any(habit.in_doubt(ended=ended) for habit in self._every()[len(self.habits) :]):
+        strays = self._every()[len(self.habits) :]
+        kept = () if ended else self._among_extras().values()
+        if any(habit.in_doubt(ended=ended) for habit in strays) or any(one.grad is not None for one in kept):
             reasons.append("gradients of parameters without an optimizer were not saved")
         return reasons
 
@@ -149,11 +149,13 @@ class CarriedGradients:
         look: whether to see which parameters without an optimizer have one, and which are frozen.
         """
         self._carry({})
+        self._apart = {}
         self._updated = updated
         self.backward.under_way = False
-        if look or (self._strays_by_name and self._count != self._counted()):
+        if look or ((self._strays_by_name or self._in_modules) and self._count != self._counted()):
             self._look()
-        plain = updated and not self._strays_by_name and self._alone is not None
+        extras = self._of_extras()
+        plain = updated and not self._strays_by_name and not extras and self._alone is not None
         if plain and self._alone is not None and self._alone.dropped_as_before():
             return
         skipped = bool(self._scalers) and self._scaler_has_skipped()
@@ -162,18 +164,25 @@ class CarriedGradients:
         self._look_at_zeroed()
         new = self._next_ones() if updated else []
         keeping = [habit for habit in self._every() if habit.habit is Habit.KEPT or habit in new]
-        if self._given_up or (updated and not self._idle and not keeping):
+        if self._given_up or (updated and not self._idle and not keeping and not extras):
             return
-        kept = {id(one) for habit in keeping for one in habit.parameters()}
+        kept = {id(one) for habit in keeping for one in habit.parameters()} | {id(one) for one in extras.values()}
         if self._model is not None and has_unreduced(self._model):
             self._give_up("gradients that FSDP has not reduced yet are carried from step to step: not saved")
             return
-        here = {**trained(), **self._strays_by_name}
+        here = {**trained(), **self._strays_by_name, **extras}
         present = {name: tensor for name, tensor in here.items() if tensor.grad is not None}
-        if updated:
+        if updated or (skipped and not self._idle):
             present = {name: one for name, one in present.items() if id(one) in kept or self._waits(one)}
-        if present and not (skipped and not self._idle and not kept):
-            self._carry(present)
+        self._carry(present)
+        self._apart = {name: one for name, one in present.items() if name not in extras}
+
+    def again(self) -> list[str]:
+        """After an early end of a step: carry those that extras have by now. Returns which have come since."""
+        before, extras = {*self.carried}, self._of_extras()
+        if not self._given_up and (self._with_leaves or self._in_modules):
+            self._carry(self._apart | {name: one for name, one in extras.items() if one.grad is not None})
+        return [f"the gradient of {name}" for name in self.carried if name not in before]
 
     def _next_ones(self) -> list[GradientHabit]:
         """Of the optimizers that have updated, those whose gradients are already the next update's."""
@@ -194,7 +203,7 @@ class CarriedGradients:
         if not zeroed and not self._flags:
             return
         if len(self._ordered) != self._counted():
-            self._ordered = [*self._trained().values()]
+            self._ordered = [*self._parameters(trained=True).values()]
         if len(zeroed) == len(self.habits):
             flags = bytearray([one.grad is not None for one in self._ordered])
         else:
@@ -214,37 +223,46 @@ class CarriedGradients:
         return sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])
 
     def _every(self) -> list[GradientHabit]:
-        return [*self.habits, self._strays, self._of_extras] if self._strays_by_name else self.habits
+        return [*self.habits, self._strays] if self._strays_by_name else self.habits
 
     def _look(self) -> None:
         for habit in self.habits:
             habit.look()
-        known = self._strays_by_name.keys()
-        without = self._without_optimizer()
-        self._know_strays({name: one for name, one in without.items() if one.grad is not None or name in known})
+        self._know(lambda name, one: one.grad is not None or name in self._strays_by_name or name in self._in_modules)
 
-    def _without_optimizer(self) -> dict[str, torch.Tensor]:
+    def _know(self, wanted: Callable[[str, torch.Tensor], bool]) -> None:
+        """Of the parameters that no optimizer has, these; and where others may come to extras."""
+        strays, extras, leaves = self._parameters(trained=False), self._among_extras(), self._leaves()
+        self._in_modules = {name: one for name, one in extras.items() if name not in leaves and wanted(name, one)}
+        self._shared = {name: one for name, one in leaves.items() if name not in extras}
+        self._with_leaves = bool(leaves)
+        self._strays_by_name = {name: one for name, one in strays.items() if wanted(name, one)}
+        self._strays.optimizer.param_groups[0]["params"] = [*self._strays_by_name.values()]
+        self._strays.look()
+        self._count = self._counted()
+
+    def _parameters(self, *, trained: bool) -> dict[str, torch.Tensor]:
+        """The model's that optimizers have, or the others."""
         ids = {id(one) for habit in self.habits for one in habit.parameters()}
-        return {name: one for name, one in self._all().items() if id(one) not in ids}
+        return {name: one for name, one in self._parameters_of_model().items() if (id(one) in ids) is trained}
 
-    def _know_strays(self, strays: dict[str, torch.Tensor]) -> None:
-        self._strays_by_name, self._count = strays, self._counted()
-        of_model = self._parameters_of_model() if strays else {}
-        for habit, mine in ((self._strays, True), (self._of_extras, False)):
-            habit.optimizer.param_groups[0]["params"] = [
-                one for name, one in strays.items() if (name in of_model) is mine
-            ]
-            habit.look()
+    def _among_extras(self) -> dict[str, torch.Tensor]:
+        """All that are not the model's or an optimizer's as well."""
+        ids = {id(one) for one in self._parameters_of_model().values()}
+        every = {name: one for extras in self._extras for name, one in extras.parameters().items()}
+        return {name: one for name, one in every.items() if id(one) not in ids}
 
-    def _all(self) -> dict[str, torch.Tensor]:
-        known = dict(self._parameters_of_model())
-        ids = {id(one) for one in known.values()}
-        others = {name: one for extras in self._extras for name, one in extras.parameters().items()}
-        return known | {name: one for name, one in others.items() if id(one) not in ids}
+    def _leaves(self) -> dict[str, torch.Tensor]:
+        """The tensors in dicts among them that may get a gradient, or have one."""
+        every = {name: one for extras in self._extras for name, one in extras.leaves().items()}
+        return {name: one for name, one in every.items() if one.requires_grad or one.grad is not None}
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        ids = {id(one) for habit in self.habits for one in habit.parameters()}
-        return {name: one for name, one in self._all().items() if id(one) in ids}
+    def _of_extras(self) -> dict[str, torch.Tensor]:
+        """Those that may have a gradient to carry: of dicts whatever is at its place by now."""
+        if not self._with_leaves:
+            return self._in_modules
+        leaves = self._leaves().items()
+        return self._in_modules | {name: one for name, one in leaves if self._shared.get(name) is not one}
 
     def _scaler_has_skipped(self) -> bool:
         """Whether a GradScaler has looked at this step's gradients, and found some that are not finite."""
@@ -286,23 +304,28 @@ class CarriedGradients:
             self.tensors.remove(kept.name)
 
     def refuse(self, regions: Mapping[str, RegionCopy]) -> None:
-        """Raises MismatchError for gradients of no parameter, or of another form."""
-        here = self._all()
+        """Raises MismatchError for gradients of no parameter, or of another form; a dict may get its tensors later."""
+        here = {**self._parameters_of_model(), **self._among_extras()}
+        dicts = tuple(place for extras in self._extras for place in extras.dicts())
         for name, copy in _gradients_in(regions).items():
-            local = local_of(here[name]) if name in here else None
-            if local is None or (region_dtype(local.dtype), tuple(local.shape)) != (copy.dtype, tuple(copy.shape)):
+            if not _fits(here.get(name), copy) and not name.startswith(dicts):
                 raise MismatchError(f"the saved gradient of {name!r} matches no parameter here", extra=[name])
 
     def restore(self, regions: Mapping[str, RegionCopy]) -> tuple[str, ...]:
-        """Give the parameters the gradients that they had; other regions are ignored.
+        """Give the parameters the gradients that they had; other regions are ignored. After the extras are restored.
 
-        Raises MismatchError, before anything is changed, for those of no parameter, or of another form.
+        Returns why the outcome is not exact, if it is not. Raises MismatchError, before anything is changed, for those
+        of no parameter, or of another form.
         """
         self.refuse(regions)
-        here, saved = self._all(), _gradients_in(regions)
-        reasons = self._restore_zeroed(regions)
-        without = self._without_optimizer() if saved else {}
-        self._know_strays({name: one for name, one in without.items() if name in saved})
+        extras, every = self._among_extras(), _gradients_in(regions)
+        here = {**self._parameters_of_model(), **extras}
+        saved = {name: copy for name, copy in every.items() if _fits(here.get(name), copy)}
+        unfit = [f"the saved gradient of {name} fits no tensor here" for name in every.keys() - saved.keys()]
+        reasons = (*self._restore_zeroed(regions), *sorted(unfit))
+        for one in [one for name, one in extras.items() if regions and name not in saved]:
+            one.grad = None
+        self._know(lambda name, _: name in saved)
         restored = {id(here[name]) for name in saved}
         for habit in self._every():
             if any(id(one) in restored for one in habit.parameters()):
@@ -320,7 +343,7 @@ class CarriedGradients:
         copy = regions.get(ZEROED)
         if copy is None:
             return ()
-        trained, flags = [*self._trained().values()], tensor_of(copy).tolist()
+        trained, flags = [*self._parameters(trained=True).values()], tensor_of(copy).tolist()
         if len(flags) != len(trained):
             return (
                 f"the checkpoint records which of {len(flags)} parameters had a gradient, but "

@@ -29,13 +29,11 @@ from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state import attributes, extra_digests, rank_units
+from lastwords.optim_wrapper.state import attributes, extra_digests, own_state, rank_units
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
-from lastwords.optim_wrapper.state.leaf_gradients import LeafGradients
-from lastwords.optim_wrapper.state.own_state import OwnStates
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -77,20 +75,16 @@ class StepRecorder:
         self.extras = Extras(extras, ledger=self.ledger)
         self.local_extras = Extras(local_extras, "local_extras", self.ledger)
         whole = lambda: self._units is None or self._units.pure  # noqa: E731
-        leaves = LeafGradients(extras, local_extras)
-        self.own = OwnStates(self.view.model, self.view.called, optimizers, whole, [leaves])
-        self.extras.add(self.own.of_optimizers)
-        self.local_extras.add(self.own.of_modules)
-        self.local_extras.add_later(leaves)
+        of_optimizers = own_state.of_optimizers(optimizers, whole)
+        self.extras.add(of_optimizers)
+        self.local_extras.add(own_state.of_modules(self.view.model, self.view.called))
         self.tensors = BoxTensors(self.ledger)
         self.buffers = Buffers(self.view.model, self.tensors, called=self.view.called)
         self.rng = RngCapture(ledger=self.ledger)
         self.extra_buffers = ExtraBuffers(self.extras, self.tensors)
         beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
         apart = [*(extras or {}).values(), *(local_extras or {}).values(), *optimizers]
-        self.attributes = attributes.of_job(
-            self.view, optimizers, self.ledger, self.own.of_optimizers, beside, apart, variables
-        )
+        self.attributes = attributes.of_job(self.view, optimizers, self.ledger, of_optimizers, beside, apart, variables)
         self._digests = b""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
@@ -98,7 +92,7 @@ class StepRecorder:
         self.watch = StateWatch(
             self.view, lambda: self.buffers.captured, self.buffers.keep, self.tensors, copies=copies
         )
-        self.watch.know(self.own.of_optimizers.values())
+        self.watch.know(of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
         self.gradients = CarriedGradients(
@@ -215,7 +209,6 @@ class StepRecorder:
         """
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
         self._extras_now = self.extras.first(self._extras_now)
-        self.local_extras.admit()
         self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
         self.tensors.look()
         self.buffers.look()
@@ -291,12 +284,12 @@ class StepRecorder:
     def restore_own(
         self, regions: Mapping[str, RegionCopy], forms: SavedForms, any_rank: Iterable[str] = ()
     ) -> list[str]:
-        """Put back what is this rank's own, beside its streams; returns why the outcome is not exact, if it is not."""
+        """Put back tensors that are this rank's own, but for gradients; why the outcome is not exact, if it is not."""
         self.gradients.refuse(regions)
         reasons = [*self.buffers.restore(regions, forms)]
         self.watch.keep(names_in(dict.fromkeys([*regions, *any_rank])))
         self.watch.copies.restore(regions)
-        return [*reasons, *self.gradients.restore(regions)]
+        return reasons
 
     def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None, habits: Habits) -> None:
         """How the extras of the run that is resumed have moved so far, and what else it has learned of the loop."""
@@ -355,9 +348,8 @@ class StepRecorder:
             self.attributes.look(beyond=look)
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
-            self.local_extras.admit()
             self.watch.announce_left_out()
-            self.ledger.tell(*self.own.reasons)
+            self.ledger.tell(*self.extras.own_reasons, *self.local_extras.own_reasons)
         if self._units is not None and not self._units.pure:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step
@@ -378,6 +370,8 @@ class StepRecorder:
         if self.source is not None:
             moved += self.source.look_again(self.watch.groups.take(), self._extras_now)
         self.attributes.follow()
+        moved += self.gradients.again()
+        self._make_room()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             self._of_all = self._said_of_all()

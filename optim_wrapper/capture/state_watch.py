@@ -29,7 +29,7 @@ from lastwords.optim_wrapper.capture.device_copies import Mark as DeviceMark
 from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
-from lastwords.optim_wrapper.nested_optimizers import optimizers_in
+from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.group_copies import GroupCopies
 from lastwords.optim_wrapper.state.hyperparameters import moved_by_hand
 from lastwords.optim_wrapper.state.own_numbers import OwnNumbers, seen
@@ -221,7 +221,7 @@ class StateWatch:
 
     def look(self) -> None:
         """See which tensors there are now."""
-        self._optimizers = optimizers_in(self._view.optimizer)
+        self._optimizers = [*with_state(self._view.optimizer).values()]
         self._entries = self._counts.now()
         self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.look()

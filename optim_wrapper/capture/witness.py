@@ -327,7 +327,7 @@ def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterat
             module, key = every.owners[name]
             yield StateName("buffer", name), Slot(buffer, module._buffers, key)
     names = {id(parameter): name for name, parameter in every.parameters.items()}
-    for of, value in [*view.stateful.state.items()]:
+    for of, value in [*view.optimizer_state.items()]:
         whose = names.get(id(of)) if isinstance(of, torch.Tensor) else f"~{of}"
         if whose is not None and isinstance(value, dict):
             for inner, item in [*value.items()]:

@@ -235,8 +235,9 @@ def _restore(
             local_history = restore_inline(recorder.local_extras, inline)
     else:
         step_regions, epoch_start, local_history, at_step, at_start = {}, {}, None, NOTHING, NOTHING
+    reasons += recorder.gradients.restore(step_regions)
     recorder.history(history, local_history, habits_for(None if moved else world.rank, manifest))
-    reasons += recorder.own.reasons
+    reasons += [*recorder.extras.own_reasons, *recorder.local_extras.own_reasons]
     return Resumed(
         path=path,
         job=manifest.job,
@@ -367,7 +368,7 @@ def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = No
                 Reason(f"the {what} may differ between ranks, and this rank's were not saved", ranks=(rank,))
             )
     with_gradients = {one for one, local in manifest.locals.items() if any(map(_is_gradient, local.tensors))}
-    if with_gradients and rank not in with_gradients:
+    if with_gradients and rank not in with_gradients and not committed:
         reasons.append(Reason("the gradients that it carried into the next step were not saved", ranks=(rank,)))
     return reasons
 

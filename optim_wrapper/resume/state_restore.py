@@ -15,8 +15,8 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import UnitMeta
 from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.capture.buffers import BufferPlace, device_at, place_of, put
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.state.buffer_forms import put
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     bytes_of,
@@ -28,7 +28,6 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
 )
 from lastwords.optim_wrapper.tensors.tensor_tree import Tree, put_together, refuse_missing_classes, tensor_nodes
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
-from lastwords.torch_private import non_persistent
 
 _SHOWN_MAX = 8
 
@@ -76,21 +75,17 @@ class RestorePlan(Reading):
         self._meta = meta
         self._specs = {spec.name: spec for spec in specs}
         self._names = view.names()
-        self._new_buffers: dict[str, torch.Tensor] = {}
+        self._new_buffers: list[tuple[BufferPlace, torch.Tensor, bool]] = []
         self._check()
 
     def commit(self) -> None:
         """After everything has been read: staged tensors, optimizer state, hyperparameters."""
         super().commit()
-        for name, buffer in self._new_buffers.items():
-            module, key = self._names.owners[name]
-            if key not in module._buffers and name in self._meta.volatile_buffers:
-                non_persistent(module).add(key)
-            put(module._buffers, key, buffer)
-        for name in self._meta.absent_buffers:
-            if name in self._names.owners:
-                module, key = self._names.owners[name]
-                module._buffers[key] = None
+        for place, buffer, volatile in self._new_buffers:
+            put(place, buffer, volatile=volatile)
+        owners = self._names.owners
+        for module, key in [owners[name] for name in self._meta.absent_buffers if name in owners]:
+            module._buffers[key] = None
         frozen = frozenset(self._meta.frozen or ())
         for name, parameter in self._names.parameters.items() if self._meta.frozen is not None else ():
             if parameter.requires_grad == (name in frozen) and parameter.is_leaf:
@@ -142,28 +137,17 @@ class RestorePlan(Reading):
             elif self._view.same_part(spec, name, tensor) and saved[name] == dtype_name(tensor.dtype):
                 self._targets[stored] = tensor
             elif free:
-                self._make_buffer(name, stored, saved[name], spec, tensor.device)
+                self._make_buffer(names.owners[name], name, stored)
             else:
                 different[name] = saved_and_here(spec, saved[name], self._view.spec_of(stored, name, tensor), tensor)
-        for name, dtype in saved.items():
-            if name in here or name in names.aliases or name in excluded:
-                continue
-            if kind == "buffer" and name in {*meta.volatile_buffers, *meta.reshaped_buffers}:
-                self._find_owner(name)
-            if kind == "buffer" and name in names.owners:  # registered here, but None so far
-                stored = unit_tensor_name(self._view.unit, kind, name)
-                device = next((p.device for p in self._view.model.parameters()), torch.device("cpu"))
-                self._make_buffer(name, stored, dtype, self._spec(stored), device)
-            else:
+        known = {*here, *names.aliases, *excluded}
+        for name in [name for name in saved if name not in known]:
+            comes = name in {*meta.volatile_buffers, *meta.reshaped_buffers}
+            place = place_of(self._view.model, self._view.called, name, comes=comes) if kind == "buffer" else None
+            if place is None:
                 extra.append(name)
-
-    def _find_owner(self, name: str) -> None:
-        """Where a cache belongs that the saved run registered in a forward pass, and this one has not yet."""
-        key = name.rpartition(".")[2]
-        for prefix, module in self._view.model.named_modules():
-            raw = f"{prefix}.{key}".replace("_orig_mod.", "") if prefix else key
-            if self._view.called(raw) == name and not hasattr(module, key):
-                self._names.owners[name] = module, key
+            else:
+                self._make_buffer(place, name, unit_tensor_name(self._view.unit, kind, name))
 
     def _check_optimizer(self, names: Names, different: dict[str, str]) -> None:
         kind, saved_kind = optimizer_kind(self._view.optimizer), self._meta.optimizer
@@ -188,7 +172,7 @@ class RestorePlan(Reading):
     def _plan_optimizer(self) -> None:
         for name, tree in self._meta.optimizer_state.items():
             parameter = self._names.parameters.get(name)
-            current = self._view.stateful.state.get(parameter, {}) if parameter is not None else {}
+            current = self._view.optimizer_state.get(parameter, {}) if parameter is not None else {}
             if parameter is None and not name.startswith("~"):
                 raise FormatError(f"the unit has optimizer state of {name!r}, which is not one of its parameters")
             for key, node in tree["dict"]:
@@ -262,9 +246,11 @@ class RestorePlan(Reading):
             )
         return made
 
-    def _make_buffer(self, name: str, stored: str, dtype: str, spec: TensorSpec, device: torch.device) -> None:
-        buffer = torch.empty(stored_shape(spec, dtype), dtype=dtype_named(dtype), device=device)
-        self._new_buffers[name] = self._targets[stored] = buffer
+    def _make_buffer(self, place: BufferPlace, name: str, stored: str) -> None:
+        dtype, device = self._meta.buffers[name], device_at(place, self._view.model)
+        shape = stored_shape(self._spec(stored), dtype)
+        self._targets[stored] = buffer = torch.empty(shape, dtype=dtype_named(dtype), device=device)
+        self._new_buffers.append((place, buffer, name in self._meta.volatile_buffers))
 
     def _spec(self, stored: str) -> TensorSpec:
         try:
@@ -275,7 +261,7 @@ class RestorePlan(Reading):
     # ------------------------------------------------------------------ optimizer
 
     def _commit_optimizer(self) -> None:
-        optimizer, stateful, names = self._view.optimizer, self._view.stateful, self._names
+        optimizer, state, names = self._view.optimizer, self._view.optimizer_state, self._names
         restored: dict[Any, dict[str, Any]] = {}
         for name, tree in self._meta.optimizer_state.items():
             key = names.parameters.get(name, name.removeprefix("~"))
@@ -285,18 +271,18 @@ class RestorePlan(Reading):
             restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {owner or key!r}")
         self._keep_left_out(restored)
         own = {id(parameter) for parameter in names.parameters.values()}
-        for key in list(stateful.state):
+        for key in list(state):
             if key not in restored and (self._view.members is None or id(key) in own):
-                del stateful.state[key]
+                del state[key]
         for key, value in restored.items():
-            stateful.state[key] = value
+            state[key] = value
         for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
             fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
 
     def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
         """What could not be stored stays as the constructor has made it here, if it has."""
-        live, parameters = self._view.stateful.state, self._names.parameters
+        live, parameters = self._view.optimizer_state, self._names.parameters
         left_out = self._meta.left_out
         for own in [own for own in live if not isinstance(own, torch.Tensor) and (f"~{own}", None) in left_out]:
             restored.setdefault(own, live[own])

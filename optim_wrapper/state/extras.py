@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 JSON_BYTES_MAX = 16 << 20
 """Of one extra without its tensors. A file's header holds 100 MB in all; more would cost the weights."""
 
+_DEPTH_MAX = 9
+
 
 @dataclass(frozen=True, slots=True)
 class ExtrasSnapshot:
@@ -102,23 +104,20 @@ class Extras:
                     "load_state_dict(), or a dict of plain values"
                 )
             self._refuse_unstorable(name, value)
-        self._later: dict[str, OwnState] = {}
+        self._own: dict[str, OwnState] = {}
         self._told: set[str] = set()
         self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
         self.ledger = ledger or Ledger()
 
     def add(self, own: Mapping[str, OwnState]) -> None:
         """Take these too. What of them cannot be stored is left out with a reason, from the start on."""
+        self._own |= own
         self._objects |= own
 
-    def add_later(self, own: OwnState) -> None:
-        """Take it as soon as there is something in it: see `admit`; or once a checkpoint has it."""
-        self._later[own.name] = own
-
-    def admit(self) -> None:
-        """Take what there is by now of what was to come later."""
-        for name in [name for name, own in self._later.items() if own]:
-            self._objects[name] = self._later.pop(name)
+    @property
+    def own_reasons(self) -> list[str]:
+        """What those have said so far."""
+        return [reason for own in self._own.values() for reason in own.reasons]
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -128,7 +127,7 @@ class Extras:
 
     def are_users(self, name: str) -> bool:
         """Whether it is one that the user has named."""
-        return not isinstance(self._objects.get(name), OwnState)
+        return name not in self._own
 
     def called(self, names: Iterable[str]) -> list[str]:
         """What these are called in messages."""
@@ -146,11 +145,18 @@ class Extras:
         every = self._objects.items()
         return {self._called(name): one for name, one in every if self.are_users(name) and not isinstance(one, dict)}
 
+    def dicts(self) -> dict[str, dict[Any, Any]]:
+        """Those that are dicts, by what they are called."""
+        return {self._called(name): one for name, one in self._objects.items() if isinstance(one, dict)}
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Tensors in dicts among them that can have a gradient, such as a perturbation that is trained, by place."""
+        return dict(pair for place, one in self.dicts().items() for pair in _leaves(one, place, _DEPTH_MAX))
+
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Those of all modules among them, by what they are called."""
-        return {
-            f"{self._label}[{name!r}].{key}": one for name, m in self.modules() for key, one in m.named_parameters()
-        }
+        """Those of all modules among them, by what they are called, and the `leaves`."""
+        of_modules = {f"{self._called(name)}.{key}": p for name, m in self.modules() for key, p in m.named_parameters()}
+        return of_modules | self.leaves()
 
     # ------------------------------------------------------------------ training thread
 
@@ -262,13 +268,10 @@ class Extras:
         trees, left_out = meta.states, frozenset(meta.left_out)
         moves = moves_of(meta)
         history = ExtrasSnapshot({}, meta.steps, moves, tuple(meta.step_on_resume))
-        for name in self._later.keys() & trees.keys():
-            self._objects[name] = self._later.pop(name)
-        own = {name: value for name, value in self._objects.items() if isinstance(value, OwnState)}
-        for name in own.keys() - trees.keys() - left_out:
-            own[name].not_saved()
+        for name in self._own.keys() - trees.keys() - left_out:
+            self._own[name].not_saved()
         missing, extra = (
-            sorted(self._objects.keys() - trees.keys() - left_out - own.keys()),
+            sorted(self._objects.keys() - trees.keys() - left_out - self._own.keys()),
             sorted(trees.keys() - self._objects.keys()),
         )
         if missing or extra:
@@ -381,6 +384,15 @@ class Extras:
             else:
                 kept[key] = item
         return *take_apart(kept, stored, path), reasons
+
+
+def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.is_leaf:
+            yield place, value
+    elif isinstance(value, dict | list | tuple) and depth:
+        for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, f"{place}[{key!r}]", depth - 1)
 
 
 def _reason(value: Any, path: str) -> str:

@@ -7,7 +7,7 @@ identity, name by name, with what is there now. Numbers that change stay out of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from lastwords.optim_wrapper.joined_optimizer import state_of
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
 from lastwords.optim_wrapper.tensors.tree_objects import inner_names
 from lastwords.sharding.dtensor import is_dtensor, local_of
@@ -24,28 +25,23 @@ _ATOMS = (int, float, bool, str, type(None))
 
 
 class Listing:
-    """Of what these objects are made.
+    """Of what these objects are made. tensors: all that their list depends on."""
 
-    optimizers: the one that has the groups, and the one that has the state. tensors: all that their list depends on.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, optimizers: tuple[Optimizer, Optimizer], tensors: Iterable[torch.Tensor]
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
         self._modules = [*model.modules()]
-        self._optimizers = optimizers
+        self._optimizer = optimizer
         self._tensors = [*tensors]
         self._locals = [*map(local_of, self._tensors)]
         self._parts = [(one, local) for one, local in zip(self._tensors, self._locals, strict=True) if is_dtensor(one)]
-        self._found, self._names = self._now()
+        self._found, self._names = self._now(state_of(optimizer))
         self._forms = self._formed()
         self._unsaved = self._volatile()
         self._places = TensorPlaces(self._locals).settle()
 
     @staticmethod
-    def suits(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> bool:
+    def suits(state: Mapping[Any, Any], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether identities tell: of a list in the optimizer's state, or a tensor around others, they do not."""
-        states = [*optimizer.state.values()]
+        states = [*state.values()]
         return (
             all(type(state) is dict for state in states)
             and all(
@@ -59,13 +55,12 @@ class Listing:
             )
         )
 
-    def still(self, optimizers: tuple[Optimizer, Optimizer]) -> bool:
-        """Whether all is as it was. optimizers: those that have groups and state now."""
-        if not all(map(is_, optimizers, self._optimizers)):
+    def still(self, optimizer: Optimizer) -> bool:
+        """Whether all is as it was. optimizer: that of now."""
+        state = state_of(optimizer)
+        if optimizer is not self._optimizer or not all(type(one) is dict for one in [*state.values()]):
             return False
-        if not all(type(state) is dict for state in [*self._optimizers[1].state.values()]):
-            return False
-        found, names = self._now()
+        found, names = self._now(state)
         return (
             len(found) == len(self._found)
             and all(map(is_, found, self._found))
@@ -76,11 +71,11 @@ class Listing:
             and self._volatile() == self._unsaved
         )
 
-    def _now(self) -> tuple[list[Any], list[Any]]:
+    def _now(self, state: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
         """Each object in each place, and the places' names."""
-        tables = [*self._tables()]
-        members = [group["params"] for one in self._optimizers for group in one.param_groups]
-        objects = [*tables, *self._optimizers[1].state, *chain.from_iterable(map(dict.values, tables))]
+        tables = [*self._tables(), *state.values()]
+        members = [group["params"] for group in self._optimizer.param_groups]
+        objects = [*tables, *state, *chain.from_iterable(map(dict.values, tables))]
         names = [*chain.from_iterable(tables), *map(len, tables), *map(len, members)]
         return [*objects, *chain.from_iterable(members)], names
 
@@ -89,7 +84,6 @@ class Listing:
             yield module._modules
             yield module._parameters
             yield module._buffers
-        yield from [*self._optimizers[1].state.values()]
 
     def _formed(self) -> list[Any]:
         return [

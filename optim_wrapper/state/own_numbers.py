@@ -20,11 +20,10 @@ from torch.optim.optimizer import Optimizer
 from lastwords.checkpoint.meta import Marks
 from lastwords.checkpoint.storable import DEPTH_MAX, NUMPY_KINDS, pack, unpack
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.nested_optimizers import nested_in
+from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
-from lastwords.sharding import zero
 
 KEPT_MAX = 64
 """As many numbers are kept for each rank, and looked at in a step: 64 take some 10 us. Of more, others in each step."""
@@ -197,7 +196,8 @@ class OwnNumbers:
 
 
 def _places_in(optimizer: Optimizer, called: Mapping[int, str]) -> Iterator[_Place]:
-    for prefix, state in _states(optimizer):
+    for prefix, one in with_state(optimizer).items():
+        state = one.state
         for owner, values in list(state.items()):
             whose = f"of {called.get(id(owner)) or _owner(owner)}"
             if not isinstance(values, dict):
@@ -208,14 +208,6 @@ def _places_in(optimizer: Optimizer, called: Mapping[int, str]) -> Iterator[_Pla
                 if _is_value(value):
                     name = f"{prefix}{key if isinstance(key, str) else repr(_form(key))} {whose}"
                     yield _Place(state, owner, key, name, _count(value))
-
-
-def _states(optimizer: Optimizer) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
-    for number, part in enumerate(getattr(optimizer, "parts", (optimizer,))):
-        prefix = f"[{number}]." if hasattr(optimizer, "parts") else ""
-        yield prefix, zero.stateful(part).state
-        for name, one in nested_in(part).items():
-            yield f"{prefix}{name}.", one.state
 
 
 def _owner(key: Any) -> str:

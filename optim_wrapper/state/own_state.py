@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.nested_optimizers import nested_in, stateful
+from lastwords.optim_wrapper.joined_optimizer import nested_in, state_of
 from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.optim_wrapper.tensors.value_copies import advance
@@ -154,32 +154,18 @@ class ModuleStates(OwnState):
                 yield self._called(name.replace("_orig_mod.", "")) if name else "", module
 
 
-class OwnStates:
-    """All of them in one job; torch's own optimizers and modules have none."""
+def of_optimizers(wrappers: Sequence[OptTFTWrapper], whole: Callable[[], bool]) -> dict[str, OwnState]:
+    """Those of a job's optimizers; torch's own have none. whole: see `OwnOptimizerState`."""
+    names = ["optimizer"] if len(wrappers) == 1 else [f"optimizer[{number}]" for number in range(len(wrappers))]
+    pairs = zip(wrappers, names, strict=True)
+    every = [OwnOptimizerState(wrapper, name, whole) for wrapper, name in pairs if _speaks_for_itself(wrapper)]
+    return {own.name: own for own in every}
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        called: Callable[[str], str],
-        wrappers: Sequence[OptTFTWrapper],
-        whole: Callable[[], bool],
-        others: Sequence[OwnState] = (),
-    ) -> None:
-        self._others = others
-        self.of_optimizers: dict[str, OwnState] = {}
-        for number, wrapper in enumerate(wrappers):
-            name = "optimizer" if len(wrappers) == 1 else f"optimizer[{number}]"
-            if _speaks_for_itself(wrapper):
-                own = OwnOptimizerState(wrapper, name, whole)
-                self.of_optimizers[own.name] = own
-        modules = ModuleStates(model, called)
-        self.of_modules: dict[str, OwnState] = {modules.name: modules} if any(True for _ in modules.modules()) else {}
 
-    @property
-    def reasons(self) -> list[str]:
-        """What has been said so far of what is saved."""
-        every = (*self.of_optimizers.values(), *self.of_modules.values(), *self._others)
-        return [reason for own in every for reason in own.reasons]
+def of_modules(model: torch.nn.Module, called: Callable[[str], str]) -> dict[str, OwnState]:
+    """That of a model's modules; torch's own have none. called: see `GlobalNames`."""
+    own = ModuleStates(model, called)
+    return {own.name: own} if any(True for _ in own.modules()) else {}
 
 
 def _speaks_for_itself(wrapper: OptTFTWrapper) -> bool:
@@ -244,7 +230,7 @@ def _tensors_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from tensors_in(list(group.values()))
-        yield from tensors_in(list(stateful(optimizer).state.values()))
+        yield from tensors_in(list(state_of(optimizer).values()))
 
 
 def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ their memory is handed to the writer as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -21,11 +21,9 @@ from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
-from lastwords.optim_wrapper import nested_optimizers
 from lastwords.optim_wrapper.ddp.ddp_found import with_those_beside
 from lastwords.optim_wrapper.ddp.ddp_private import one_layer_off
-from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.state.buffer_forms import BufferForms
+from lastwords.optim_wrapper.joined_optimizer import optimizer_kind, state_of
 from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.state.group_copies import copy_groups
 from lastwords.optim_wrapper.state.listing import Listing
@@ -35,6 +33,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     Staged,
     dtype_name,
     lasting_source_of,
+    problem_of,
     refuse_unsupported,
     source_of,
     spec_of,
@@ -48,6 +47,7 @@ from lastwords.sharding.dtensor import (
     box_of,
     is_dtensor,
     is_shard,
+    local_of,
     managed_by_fsdp1,
     managed_by_fsdp2,
     taken_out_by_ddp,
@@ -68,6 +68,20 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while (inner := one_layer_off(model)) is not None:
         model = inner
     return model
+
+
+def own_name(prefix: str, key: str) -> str:
+    """What a model calls a tensor of one of its modules, compiled or not."""
+    return f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key
+
+
+def buffers_in(
+    model: torch.nn.Module, called: Naming
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor | None]]:
+    """Name in the job, module, name in it and tensor of all buffers that are registered, also as None. Any thread."""
+    for prefix, module in model.named_modules():
+        for key, buffer in [*module._buffers.items()]:
+            yield called(own_name(prefix, key)), module, key, buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +191,7 @@ class UnitView:
                 "parameters; pass the model from whose parameters() the optimizer was made"
             )
         self.model = with_those_beside(self.model, in_model, self.trained)
-        self._forms = BufferForms(self.model, self.called)
+        self._first_forms = self._forms()
         self._known: _Known | None = None
         self._starting = True
         self.names()
@@ -189,9 +203,9 @@ class UnitView:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
-    def stateful(self) -> Optimizer:
-        """What has the `state` that counts: ZeRO keeps its share in a local one, and Lookahead nests another."""
-        return nested_optimizers.stateful(self.optimizer)  # type: ignore[no-any-return]
+    def optimizer_state(self) -> MutableMapping[Any, Any]:
+        """The `state` that counts: ZeRO keeps its share in a local one, and Lookahead nests another."""
+        return state_of(self.optimizer)
 
     def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
         """A view of some of the same state."""
@@ -250,29 +264,41 @@ class UnitView:
         absent: list[str] = []
         volatile: list[str] = []
         owners: dict[str, tuple[torch.nn.Module, str]] = {}
-        for prefix, module in self.model.named_modules(remove_duplicate=True):
-            for key, buffer in module._buffers.items():
-                name = self.called(f"{prefix}.{key}".replace(_COMPILED, "") if prefix else key)
-                if key in non_persistent(module):
-                    volatile.append(name)
-                if name in self.exclude_buffers:
-                    continue
-                if buffer is not None and is_composite(buffer):
-                    composite.append(name)
-                    continue
-                owners[name] = (module, key)
-                if buffer is None:
-                    absent.append(name)
-                elif id(buffer) in first:
-                    aliases[name] = first[id(buffer)]
-                elif self._may_be_stored(buffer, name, f"buffer {name!r}", refused):
-                    first[id(buffer)] = name
-                    buffers[name] = buffer
+        for name, module, key, buffer in buffers_in(self.model, self.called):
+            if key in non_persistent(module):
+                volatile.append(name)
+            if name in self.exclude_buffers:
+                continue
+            if buffer is not None and is_composite(buffer):
+                composite.append(name)
+                continue
+            owners[name] = (module, key)
+            if buffer is None:
+                absent.append(name)
+            elif id(buffer) in first:
+                aliases[name] = first[id(buffer)]
+            elif self._may_be_stored(buffer, name, f"buffer {name!r}", refused):
+                first[id(buffer)] = name
+                buffers[name] = buffer
         numbers, taken = tuple(range(len(groups))), tuple(groups)
         return Names(
             parameters, buffers, aliases, tuple(absent), frozenset(volatile), taken, numbers, owners, refused,
             tuple(composite),
         )  # fmt: skip
+
+    def reshaped(self) -> list[str]:
+        """Names of buffers that have got another form, or come, since the start: observers resize theirs, caches grow.
+
+        A checkpoint names them, since a new model has them in their first form and would be taken for another model.
+        """
+        return sorted(name for name, form in self._forms().items() if self._first_forms.get(name) != form)
+
+    def _forms(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        return {
+            name: (buffer.dtype, buffer.shape)
+            for name, _, _, buffer in buffers_in(self.model, self.called)
+            if buffer is not None and not problem_of(local_of(buffer), meta=True)
+        }
 
     def _may_be_stored(self, tensor: torch.Tensor, name: str, path: str, refused: dict[str, UnstorableError]) -> bool:
         """At the start UnstorableError if not; a step that ends later is not stopped by it."""
@@ -319,7 +345,7 @@ class UnitView:
         meta = replace(
             listed.meta,
             groups=group_trees,
-            reshaped_buffers=sorted({*self._forms.changed(), *listed.names.composite_buffers}),
+            reshaped_buffers=sorted({*self.reshaped(), *listed.names.composite_buffers}),
             left_out=[*listed.meta.left_out, *of_groups.left_out],
             reasons=[*listed.meta.reasons, *of_groups.reasons],
         )
@@ -332,17 +358,17 @@ class UnitView:
 
     def _list(self, groups: int, lent: Mapping[Any, dict[Any, Any] | None], keep: bool) -> _Listed:
         """What the unit has, but for the numbers of that many groups."""
-        known, own, optimizers = self._known, (self.exclude_buffers, groups), (self.optimizer, self.stateful)
-        if known is not None and not lent and known.of == own and known.listing.still(optimizers):
+        known, own = self._known, (self.exclude_buffers, groups)
+        if known is not None and not lent and known.of == own and known.listing.still(self.optimizer):
             return known.listed
         self._known = None
         listed = self._listed_anew(groups, lent)
         tensors = [tensor for _, tensor, _ in listed.tensors]
         missing = lent or listed.names.refused or listed.meta.left_out
-        if keep and not missing and Listing.suits(self.stateful, tensors):
+        if keep and not missing and Listing.suits(self.optimizer_state, tensors):
             listed = listed._replace(sources=[*map(lasting_source_of, tensors)])
             tensors += self._state_elsewhere(listed.names)  # which memory may be shared with
-            self._known = _Known(own, Listing(self.model, optimizers, tensors), listed)
+            self._known = _Known(own, Listing(self.model, self.optimizer, tensors), listed)
         return listed
 
     def let_go(self) -> None:
@@ -402,7 +428,7 @@ class UnitView:
         name_of = {id(parameter): name for name, parameter in names.parameters.items()}
         trees: dict[str, Tree] = {}
         own: list[tuple[str | None, Any, Tree]] = []
-        for key, value in _with_lent(self.stateful.state, lent):
+        for key, value in _with_lent(self.optimizer_state, lent):
             parameter = key if isinstance(key, torch.Tensor) else None
             name = f"~{key}" if parameter is None else name_of.get(id(key))
             if name is None:
@@ -432,7 +458,7 @@ class UnitView:
     def _state_elsewhere(self, names: Names) -> Iterator[torch.Tensor]:
         """State of parameters that other units have."""
         own = {id(parameter) for parameter in names.parameters.values()}
-        for key, value in [*self.stateful.state.items()] if self.members is not None else ():
+        for key, value in [*self.optimizer_state.items()] if self.members is not None else ():
             if isinstance(key, torch.Tensor) and id(key) not in own and isinstance(value, dict):
                 yield from (one for one in [*value.values()] if isinstance(one, torch.Tensor))
 

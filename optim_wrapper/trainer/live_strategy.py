@@ -143,7 +143,7 @@ class _LivePieces:
     def _state_elsewhere(self, piece: Piece) -> list[Piece]:
         """State of a parameter that does not lie as the parameter does: only a DTensor can say where it lies."""
         found = []
-        state = self._view.stateful.state.get(self._names.parameters[piece.name], {})
+        state = self._view.optimizer_state.get(self._names.parameters[piece.name], {})
         for key, value in state.items():
             if is_dtensor(value) and local_of(value).ndim:
                 box = box_of(value, f"the optimizer's {key!r} of {piece.name!r}")

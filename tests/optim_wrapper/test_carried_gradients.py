@@ -125,7 +125,7 @@ def test_where_there_are_none_nothing_is_looked_at_in_most_steps() -> None:
     for _ in range(4):
         head.step(head.net[1], frozen=True)
     head.carried._update_ended = None  # type: ignore[method-assign,assignment]
-    head.carried._all = None  # type: ignore[assignment]
+    head.carried._know = None  # type: ignore[method-assign,assignment]
     assert head.step(head.net[1], frozen=True) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.loop.own_loop import refuse_begin_after_update, refuse_update_after_end
 from lastwords.optim_wrapper.resume.resume_point import begun_of
+from lastwords.processor.black_box import BlackBox
 from lastwords.processor.box_reader import BoxReader
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import Phase, Stand
@@ -30,13 +32,16 @@ class Rank:
         self.box = folder / "box"
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.mine, self.local = {"seen": 0}, {"seen": 0}
+        self.mine, self.local = {"seen": 0}, {"seen": 0, "delta": torch.zeros(2, requires_grad=True)}
         wrapped = lastwords.OptTFTWrapper(self.optimizer)
         self.recorder = StepRecorder(self.model, [wrapped], {"mine": self.mine}, {"local": self.local})
         self.recorder.agree_units(World(), next_prefix(), ())
         self.source = self.recorder.make_source(lambda rank: self.box, lambda step: {})
-        self.recorder.open(self.box)
+        self.recorder.open_box(self.make_box, at_gate=False)
         self.recorder.begin(0, None)
+
+    def make_box(self, make: Callable[[Path], BlackBox]) -> None:
+        make(self.box)
 
     def end_early(self, step: int) -> None:
         self.recorder.ends_early = True
@@ -65,6 +70,10 @@ def count_here(rank: Rank) -> None:
     rank.local["seen"] += 1
 
 
+def perturb(rank: Rank) -> None:
+    rank.local["delta"].grad = torch.ones(2)
+
+
 def average(rank: Rank) -> None:
     rank.model[1].running_mean.add_(1.0)  # type: ignore[operator, union-attr]
 
@@ -84,6 +93,7 @@ def slow_down(rank: Rank) -> None:
         (draw, "rng/torch"),
         (count, r"extras['mine']"),
         (count_here, r"local_extras['local']"),
+        (perturb, "the gradient of local_extras['local']['delta']"),
         (average, "buffer/1.running_mean"),
         (clamp, "the parameter '0.weight'"),
         (slow_down, "the optimizer's hyperparameters"),
@@ -102,12 +112,13 @@ def test_what_moves_after_the_early_end_is_told_of_later_deaths_in_between(rank:
 
 def test_the_second_look_is_what_the_next_step_begins_with(rank: Rank) -> None:
     rank.end_early(1)
-    for log in (draw, count, slow_down):
+    for log in (draw, count, slow_down, perturb):
         log(rank)
     rank.recorder.look_again()
     with BoxReader(rank.box) as box:
         copy = box.read(1)
     assert copy is not None
+    assert "grad/local_extras['local']['delta']" in copy.regions
     assert bytes(copy.regions["rng/torch"].data)[: 5 * 8] == bytes(torch.get_rng_state().numpy().tobytes())[: 5 * 8]
     state = rank.source.unit_state("replicated", 1, Stand(Phase.COMPUTING, 1))
     extras = state.meta.extras

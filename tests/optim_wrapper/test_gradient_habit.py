@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.capture.buffers import NO_FORMS
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, ZEROED
 from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
 from tests import golden
@@ -271,7 +270,7 @@ def test_gradients_that_outlive_their_update_are_kept_and_come_back(tmp_path: Pa
     assert job.save()[1] == []
     (tmp_path / "again").mkdir()
     again = Halving(tmp_path / "again")
-    assert again.recorder.restore_own(regions, NO_FORMS) == []
+    assert again.recorder.gradients.restore(regions) == ()
     for name in ("weight", "bias"):
         assert torch.equal(getattr(again.net.trained, name).grad, getattr(job.net.trained, name).grad)
     again.run(1)
@@ -290,7 +289,7 @@ def test_which_parameters_have_a_gradient_of_zeros_is_kept_in_every_copy(tmp_pat
     (tmp_path / "again").mkdir()
     again = Zeroing(tmp_path / "again")
     again.net.trained.bias.grad = torch.ones(8)
-    assert again.recorder.restore_own(job.regions(), NO_FORMS) == []
+    assert again.recorder.gradients.restore(job.regions()) == ()
     assert again.net.trained.bias.grad is None
     assert torch.equal(again.net.trained.weight.grad, torch.zeros(8, 8))  # type: ignore[arg-type]
 
@@ -319,5 +318,5 @@ def test_another_number_of_trained_parameters_is_named(tmp_path: Path) -> None:
     again = Zeroing(tmp_path / "again")
     again.net.trained.bias.requires_grad_(False)
     again.optimizer.param_groups[0]["params"].pop()
-    (reason,) = again.recorder.restore_own(job.regions(), NO_FORMS)
+    (reason,) = again.recorder.gradients.restore(job.regions())
     golden.says(reason)

@@ -14,7 +14,6 @@ import lastwords
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.added_groups import adopted
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
-from lastwords.optim_wrapper.state import buffer_forms
 from lastwords.optim_wrapper.state.group_copies import copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -197,7 +196,7 @@ def test_buffers_that_have_changed_their_form_come_back_and_stay_the_same_tensor
 
 def test_without_their_names_another_form_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(buffer_forms.BufferForms, "changed", lambda self: [])
+    monkeypatch.setattr(UnitView, "reshaped", lambda self: [])
     stored = store(grown()[1].state())
     model = Growing()
     with pytest.raises(MismatchError, match="scale"):

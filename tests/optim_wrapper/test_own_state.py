@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.meta import Habits, InlineExtras
 from lastwords.checkpoint.part import UnitState
-from lastwords.optim_wrapper import nested_optimizers
+from lastwords.optim_wrapper import joined_optimizer
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume.resume import _ExtraTensors
@@ -277,7 +277,7 @@ def test_the_resumed_run_has_the_bits_of_the_one_that_went_on(
     assert saved.meta.reasons == []
     other = Job(tmp_path / "b", MAKERS[kind], seed=7, half=half)
     other.restore(saved, tmp_path / "a" / "box", job.done)
-    assert other.recorder.own.reasons == []
+    assert other.recorder.extras.own_reasons == other.recorder.local_extras.own_reasons == []
     for _ in range(4):
         job.train(1)
         other.train(1)
@@ -295,7 +295,7 @@ def test_without_the_extra_the_runs_differ(tmp_path: Path, kind: str, monkeypatc
 
 def test_without_the_nested_state_the_runs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    for module in (nested_optimizers, own_state):
+    for module in (joined_optimizer, own_state):
         monkeypatch.setattr(module, "nested_in", lambda optimizer: {})
     with pytest.raises(AssertionError):
         test_the_resumed_run_has_the_bits_of_the_one_that_went_on(tmp_path, "nested", False, False)
@@ -335,8 +335,7 @@ def test_torchs_own_optimizers_cost_nothing_and_are_not_suspected(tmp_path: Path
             except (TypeError, RuntimeError, ValueError):
                 continue
             torch.optim.lr_scheduler.StepLR(inner, 1)
-            own = own_state.OwnStates(weights, str, [OptTFTWrapper(inner)], lambda: True)
-            assert own.of_optimizers == {}
+            assert own_state.of_optimizers([OptTFTWrapper(inner)], lambda: True) == {}
             attributes = Attributes({"model": weights, "optimizer": inner}, dict(weights.named_parameters()).copy)
             attributes.begin()
             for _ in range(3):
@@ -377,7 +376,7 @@ def test_a_checkpoint_without_it_can_be_resumed_and_says_so(tmp_path: Path) -> N
     job.inner = job.wrapper._inner = Counting(list(job.model.parameters()), lr=0.1)
     other = Job(tmp_path / "b", MAKERS["counter"])
     other.recorder.extras.restore(saved.meta.extras, put_together)  # type: ignore[arg-type]
-    assert other.recorder.own.reasons == [
+    assert other.recorder.extras.own_reasons == [
         "optimizer.state_dict() has state beside its parameters' state, and the checkpoint has none of it"
     ]
 

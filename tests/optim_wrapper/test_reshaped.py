@@ -101,6 +101,7 @@ def test_each_copy_has_them_in_their_form_and_a_new_model_gets_them_as_the_same_
     for one in (rank, other):
         one.train(5)
     assert other.regions(5)["buffer/0.scale"].data == rank.regions(5)["buffer/0.scale"].data
+    other.model.get_buffer("0.scale").resize_(9)
 
 
 def test_a_buffer_that_is_given_up_is_not_in_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

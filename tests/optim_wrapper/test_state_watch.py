@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from lastwords.checkpoint.entries import LocalEntry
+from lastwords.checkpoint.format import TensorSpec
 from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper.capture import boundary_copies
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
@@ -364,6 +366,15 @@ def test_who_lacks_its_own_is_told_where_it_may_matter(ranks: list[tuple[str, di
     assert bool(resume._not_alike(manifest(*ranks), 0)) == told
 
 
+@pytest.mark.parametrize(("kind", "told"), [("committed", False), ("tentative", True)])
+def test_who_has_no_gradients_where_another_rank_has_is_told_unless_it_had_ended_its_step(
+    kind: str, told: bool
+) -> None:
+    found = manifest((kind, {}), ("committed", {}))
+    found.locals[1] = replace(found.locals[1], tensors=(TensorSpec("local/1/grad/weight", "F32", (2,)),))
+    assert bool(resume._not_alike(found, 0)) == told
+
+
 def words_of(folder: Path, own: float, form: str = "mine", *, steps: int = 3, copies: bool = True) -> list[Any]:
     """What a rank says after each step whose optimizer keeps a number of its own in a tensor."""
     folder.mkdir()
@@ -480,7 +491,7 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
     assert bytes(regions["grad/trained.weight"].data) == raw(job.net.trained.weight.grad)  # type: ignore[arg-type]
     (tmp_path / "again").mkdir()
     again = Job(tmp_path / "again")
-    assert again.recorder.restore_own(regions, NO_FORMS) == []
+    assert (*again.recorder.restore_own(regions, NO_FORMS), *again.recorder.gradients.restore(regions)) == ()
     for name, parameter in again.net.named_parameters():
         here, there = parameter.grad, job.net.get_parameter(name).grad
         assert (here is None) == (there is None) == (name == "frozen")
@@ -492,7 +503,9 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
 def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
     job = Job(tmp_path)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    job.recorder.gradients = CarriedGradients(job.recorder.gradients._all, [scaler], tensors=job.recorder.tensors)
+    job.recorder.gradients = CarriedGradients(
+        job.recorder.gradients._parameters_of_model, [scaler], tensors=job.recorder.tensors
+    )
     for skips in (True, False):
         job.step += 1
         job.compute()

@@ -21,6 +21,7 @@ ROOMS = ("optim_wrapper/ddp/", "sharding/dtensor.py", "sharding/zero.py")
 LISTED = {name.rpartition(".")[2] for name in NAMES}
 OF_OTHERS = {
     "_asdict",
+    "_make",
     "_replace",  # named tuples: public
     "_getframe",  # sys
     "_current_frames",

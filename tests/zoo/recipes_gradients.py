@@ -222,7 +222,7 @@ class ZeroEverySecond(Decayed):
 
 
 @recipe("free_adversarial", "a perturbation in `local_extras` that the gradient of the step before moves",
-        "fwd bwd end win", {"end win bwd": ("local_extras", "gradients of extras")}, mixes=False)  # fmt: skip
+        "fwd bwd end win", {"end win bwd": ("local_extras", "gradients")}, mixes=False)  # fmt: skip
 class FreeAdversarial(Loop):
     def setup(self) -> None:
         self.delta = torch.zeros(BATCH, WIDTH_IN, requires_grad=True)
