@@ -160,10 +160,20 @@ class StepRecorder:
         """What has moved since the end of `step` in a loop that has not begun the next one. Writer's thread."""
         if not self.ends_early or step != self._step:
             return []
-        moved = self.extras.called(self.extras.again(self._extras_now)[1])
+        drawn = self._drawn_since(step, SlotKind.COMMITTED)
+        of_attributes = attributes.differing(self._attributes_ended, self.attributes.document())
+        return [*self.moved_since(), *filter(None, [drawn, of_attributes])]
+
+    def moved_since(self) -> list[str]:
+        """What of extras and hyperparameters is not what it was when the copies were taken last."""
+        moved = [
+            name
+            for every, then in ((self.extras, self._extras_now), (self.local_extras, self._local_now))
+            for name in every.called(every.again(then, loaders=False)[1])
+        ]
         if copies_differ(self.watch.groups_ended, copy_groups(self.view.optimizer)):
             moved.append("the optimizer's hyperparameters")
-        return [*moved, *filter(None, [self._drawn_since(step, SlotKind.COMMITTED)])]
+        return moved
 
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
@@ -364,8 +374,8 @@ class StepRecorder:
         says so itself. True.
         """
         self.ends_early = False
-        self._extras_now, of_all = self.extras.again(self._extras_now)
-        self._local_now, of_rank = self.local_extras.again(self._local_now)
+        self._extras_now, of_all = self.extras.again(self._extras_now, loaders=False)
+        self._local_now, of_rank = self.local_extras.again(self._local_now, loaders=False)
         moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
             moved += self.source.look_again(self.watch.groups.take(), self._extras_now)
@@ -384,6 +394,8 @@ class StepRecorder:
                 return said + step_document.begun(moved) + self._of_all
 
             self._box.committed_again(self._step, document)
+        if moved and self.source is not None:
+            self.source.copy_again()
         if moved and not self.loop.early_reasons:
             why = step_document.changed_after_the_end(moved, self._step, expected=expected)
             self.loop.moves_after_the_end(why)
@@ -444,6 +456,7 @@ class StepRecorder:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
             self.finish_copy()
+            self.ends_early = False  # the next step is under way, whether or not the loop has said so
             self.work.arrive()
             self.loop.passes.count += self._hook is not None
             extras = self.local_extras.again(self._local_now)[0]

@@ -124,6 +124,9 @@ class TrainerSource:
         if self._snapshot is not None and self._snapshot.step < snapshot.step:
             self._before = self._snapshot
         self._snapshot = snapshot
+        self._begin_copy(snapshot)
+
+    def _begin_copy(self, snapshot: Snapshot) -> None:
         if self._copy is not None and not snapshot.step % self._every:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
@@ -162,7 +165,10 @@ class TrainerSource:
             self._copy.finish(PATIENCE_S)
 
     def look_again(self, groups: list[dict[str, Any]], extras: ExtrasSnapshot) -> list[str]:
-        """The end of the newest step once more, with what has moved since; what of weights and groups has."""
+        """The end of the newest step once more, with what has moved since; what of weights and groups has.
+
+        `copy_again` follows, once the black box has the rest.
+        """
         self.end_copy()  # of the first end, before anything of it is looked at anew
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
@@ -170,8 +176,13 @@ class TrainerSource:
         if copies_differ(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
-            self.committed(Snapshot(snapshot.step, snapshot.position, groups, extras))
+            self._snapshot = Snapshot(snapshot.step, snapshot.position, groups, extras)
         return moved
+
+    def copy_again(self) -> None:
+        """Something has moved since the newest step's end: the whole copy is taken anew."""
+        assert self._snapshot is not None, "a step has ended"
+        self._begin_copy(self._snapshot)
 
     def under_way(self, position: Position) -> None:
         """What the loop calls the step that comes next, or is being computed now."""
@@ -376,7 +387,7 @@ class TrainerSource:
                         why = f"{habits.moved} changed after a tentative copy in the run before the last resume"
                     if not trusted and not _spared(habits.late, copy):
                         reasons.append(f"it had not ended step {step}, and {why}")
-                    late = [*habits.tentative_reasons, *self._of_averages(copy, step)]
+                    late = [*habits.tentative_reasons, *habits.early_reasons, *self._of_averages(copy, step)]
                     reasons += [f"it had not ended step {step}, and {why}" for why in late]
                 epoch = copy.json.get("epoch")
                 start = box.read_epoch(epoch) if isinstance(epoch, int) else None

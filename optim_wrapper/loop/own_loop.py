@@ -117,11 +117,25 @@ def refuse_update_after_end(stand: Stand) -> None:
         )
 
 
+def moved_too_early(names: Collection[str]) -> list[str]:
+    """Why a resumed loop is not exact in which these have changed before it has said where its first step begins."""
+    what = (
+        f"{', '.join(sorted(names))} changed between resume() and the first step_begin(): the checkpoint may have that"
+    )
+    return (
+        [f"{what} change already; change it after step_end(), and call step_begin() first in each step"]
+        if names
+        else []
+    )
+
+
 def refuse_begin_after_update(stand: Stand) -> None:
-    """ConfigError for a loop that says that a step begins although the one before has not ended.
+    """ConfigError for a loop that says that a step begins although the one before has not ended, or all have.
 
     >>> refuse_begin_after_update(Stand(Phase.COMPUTING, 3))
     """
+    if stand.phase is Phase.DONE:
+        raise ConfigError("step_begin() was called after the end of `with tft:` (or tft.stop())")
     if stand.phase is not Phase.COMPUTING:
         raise ConfigError(
             f"step_begin() was called after optimizer.step() of step {stand.step} and before its step_end(): "

@@ -9,7 +9,7 @@ from pathlib import Path
 from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, groups_of
+from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, groups_of
 from lastwords.checkpoint.remote.address import address_of
 from lastwords.checkpoint.remote.store import os_for
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
@@ -30,7 +30,7 @@ class ResumePoint:
     lead to: it is as this process has made it. What of it the loop reads belongs into `extras`; `exact` says nothing of
     it.
     begun: the saved run's loop had come from the end of that step to the begin of the next one, on all ranks: what it
-    does in between (an evaluation, say) is done. False: it is not; or the loop makes no difference.
+    does in between (an evaluation, say) is done. False: it is not, or not on all; or the loop makes no difference.
     """
 
     epoch: int | None
@@ -109,7 +109,7 @@ def point_of(manifest: Manifest, path: Path) -> ResumePoint:
 
 def begun_of(manifest: Manifest) -> tuple[bool, str]:
     """Whether all ranks had begun the step after the saved one; and why it matters if only some had, or nothing."""
-    said = {rank: one.document for rank, one in manifest.locals.items() if one.meta.kind == COMMITTED}
+    said = {rank: one.document for rank, one in manifest.locals.items() if one.meta.kind in (COMMITTED, TENTATIVE)}
     begun = [rank for rank, document in said.items() if document.begun]
     others = [rank for rank in said if rank not in begun]
     moved = list(dict.fromkeys(name for rank in begun for name in said[rank].between))

@@ -166,7 +166,7 @@ class Extras:
         torchdata's StatefulDataLoader does, and its workers begin to fetch before the sampler knows its epoch.
         """
         for value in self._objects.values():
-            if not isinstance(value, dict) and hasattr(type(value), "__iter__"):
+            if _is_loader(value):
                 value.load_state_dict(value.state_dict())
 
     def first(self, history: ExtrasSnapshot | None = None) -> ExtrasSnapshot:
@@ -193,11 +193,14 @@ class Extras:
         step = before.steps + 1
         return ExtrasSnapshot(states, step, noted(before.moves, taken, step, ends_epoch))
 
-    def again(self, before: ExtrasSnapshot) -> tuple[ExtrasSnapshot, list[str]]:
-        """States at another look after the step end of `before`, and the names of what has moved since."""
-        taken = self._all_taken(before)
-        moved = [one.name for one in taken if one.differs]
-        return (replace(before, states={one.name: one.now for one in taken}), moved) if moved else (before, [])
+    def again(self, before: ExtrasSnapshot, *, loaders: bool = True) -> tuple[ExtrasSnapshot, list[str]]:
+        """States at another look after the step end of `before`, and the names of what has moved since.
+
+        loaders: those of loaders as well, which may have given the next step's batch by now.
+        """
+        moved = {one.name: one.now for one in self._all_taken(before)
+                 if one.differs and (loaders or not _is_loader(one.target))}  # fmt: skip
+        return (replace(before, states={**before.states, **moved}), [*moved]) if moved else (before, [])
 
     # ------------------------------------------------------------------ writer's thread
 
@@ -428,6 +431,10 @@ def restore_inline(extras: Extras, packed: InlineExtras) -> ExtrasSnapshot:
         return tensor_over(bytearray(packed.tensors[name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"])
 
     return extras.restore(packed.tree, read)
+
+
+def _is_loader(extra: Any) -> bool:
+    return not isinstance(extra, dict) and hasattr(type(extra), "__iter__")
 
 
 def _state_of(extra: Any) -> Any:

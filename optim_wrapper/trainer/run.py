@@ -194,10 +194,12 @@ class Run:
         """A loop of the user's own begins a step here: the streams are put back, or the copies taken once more."""
         resumed, self._not_begun = self._not_begun, None
         if resumed is not None and resumed.regions and not self.begun:
+            for why in self.recorder.ledger.tell(*own_loop.moved_too_early(self.recorder.moved_since())):
+                _log.warning("lastwords: not exact, because %s", why)
             generators = resumed.at_step.before_the_loop._replace(values={})
             self.recorder.put_back(resumed.regions, generators, last=False)
-        if self._ended:
-            self._ended, self._says_begin = False, True
+        self._says_begin, ended, self._ended = True, self._ended, False
+        if ended:
             self.look_again()
 
     def look_again(self) -> None:
@@ -205,6 +207,7 @@ class Run:
 
     def end_step(self, position: Position | None) -> None:
         """A step is over. position: what the loop calls it."""
+        self._says_begin = self._says_begin and not self._ended  # it has, of every step so far
         self._ended = True
 
     def want_save(self) -> None:
@@ -309,7 +312,8 @@ class ProtectedRun(Run):
     def end_step(self, position: Position | None) -> None:
         """A step is over: its copies are taken, and every so many steps the replicas are compared. May park."""
         super().end_step(position)
-        self.recorder.ends_early = self.recorder.ends_early or self._says_begin
+        if self.steps is None:
+            self.recorder.ends_early = self._says_begin
         number = self._step.end_step(position)
         if self._on_first_end is not None:
             self._on_first_end.updated()

@@ -152,3 +152,29 @@ class BetweenShuffles(Between):
 class BetweenNothing(Between):
     def evaluate(self) -> None:
         self.at("epoch")
+
+
+@recipe("between_values", "the same in every step: a rate, a local extra, an attribute, a generator",
+        "fwd@4 win@5 end@5 epoch@1", {"epoch win end": "step_end()"}, mixes=False)  # fmt: skip
+class BetweenValues(Between):
+    def setup(self) -> None:
+        super().setup()
+        self.local_extras["own"] = self.own = {"count": 0}
+        self.noisy: Any = self.bare
+        self.noisy.calls = 0
+        self.noisy.noise = self.generators["noise"] = torch.Generator().manual_seed(self.rank)
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x * (1 + 0.1 * (self.own["count"] + self.noisy.calls)), y)
+
+    def finish(self, step: int, ended: Callable[[int, int], None]) -> None:
+        ended(self.epoch, step)
+        self.evaluate()
+
+    def evaluate(self) -> None:
+        self.own["count"] += 1
+        self.noisy.calls += 1
+        torch.rand((), generator=self.noisy.noise)
+        for group in self.opt.param_groups:
+            group["lr"] *= 0.7
+        self.at("epoch")

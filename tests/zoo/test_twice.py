@@ -43,6 +43,11 @@ def keeper(cluster: Cluster, references: Path, tmp_path: Path) -> Iterator[Keepe
     keeper.close()
 
 
+def test_what_changes_after_the_first_step_of_a_resumed_run_is_told(keeper: Keeper) -> None:
+    verdict = keeper.judge("between_values", "epoch@3", before="fwd@3")
+    assert verdict.kind == "told", verdict.text
+
+
 @pytest.mark.parametrize(("name", "first", "second", "words"), cases("buffer_after_update"))
 def test_what_the_first_run_had_seen_move_late_is_told_of_the_second(
     keeper: Keeper, name: str, first: str, second: str, words: str

@@ -165,7 +165,10 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
         return Verdict("broken", f"the ranks resumed at different steps\n{toy.report()}")
     step = int(records[0]["step"])
     reasons = tuple(dict.fromkeys(reason for record in records for reason in record["reasons"]))
-    restored, later = restored_difference(reference, resumed, step), later_difference(card, reference, resumed, step)
+    restored, later = (
+        restored_difference(card, reference, resumed, step),
+        later_difference(card, reference, resumed, step),
+    )
     where = restored or (f"from step {later.step} on" if later else "")
     difference = restored or str(later or "")
     text = f"resumed after step {step}; reasons: {list(reasons)}; {difference or 'equal in all bits'}"
@@ -177,7 +180,7 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
     return Verdict("exact", text, reasons, True, step)
 
 
-def restored_difference(reference: Track, resumed: Track, step: int) -> str:
+def restored_difference(card: Card, reference: Track, resumed: Track, step: int) -> str:
     """What resume() left against the state after that step, or as of the next one's begin; empty if nothing differs.
 
     Generators of the user's own may belong to a loader, which is not there yet: they are compared after each step.
@@ -185,7 +188,7 @@ def restored_difference(reference: Track, resumed: Track, step: int) -> str:
     for rank in range(reference.world_size):
         record = resumed.one(rank, "resumed")
         assert record is not None
-        theirs = reference.steps(rank, "begun" if record["begun"] else "step").get(step, {})
+        theirs = reference.steps(rank, "begun" if record["begun"] and card.loop.begins else "step").get(step, {})
         state = without_own({name: value for name, value in theirs.items() if "/" in name})
         if step and (names := differing(state, without_own(record["values"]))):
             return f"restored on rank {rank}: {names[:8]}"
