@@ -26,9 +26,16 @@ def nested_in(optimizer: Optimizer) -> dict[str, Optimizer]:
     return found
 
 
-def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """All that have a state of their own: the parts of a set, of ZeRO's the local one, and those nested in each."""
-    return [one for part in zero.parts_of(optimizer) for one in (zero.stateful(part), *nested_in(part).values())]
+def optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """All that have a state of their own: the parts of a set, of ZeRO's the local one, and those nested in each.
+
+    By what stands before the names of what they have: `[1].base_optimizer.`, say.
+    """
+    found: dict[str, Optimizer] = {}
+    for number, part in enumerate(zero.parts_of(optimizer)):
+        prefix = f"[{number}]." if hasattr(optimizer, "parts") else ""
+        found |= {prefix: zero.stateful(part), **{f"{prefix}{name}.": one for name, one in nested_in(part).items()}}
+    return found
 
 
 def _find(values: Mapping[Any, Any], prefix: str, found: dict[str, Optimizer], seen: set[int], depth: int) -> None:
