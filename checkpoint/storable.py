@@ -293,3 +293,12 @@ numbers (Python's and numpy's), text, bytes, ranges, dates and times, paths, ten
 dicts, sets, deques and defaultdicts of these; convert it in the object's state_dict(), or leave it out
     """
     _pack(obj, path, levels)
+
+
+def is_storable(obj: Any) -> bool:
+    """Whether a checkpoint can store all of it, and it takes no tensors for that."""
+    try:
+        refuse_unstorable(obj, "")
+    except UnstorableError:
+        return False
+    return True

@@ -33,7 +33,7 @@ from lastwords.optim_wrapper.state import attributes, extra_digests, own_state, 
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.global_names import Naming
-from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
+from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -171,7 +171,7 @@ class StepRecorder:
             for every, then in ((self.extras, self._extras_now), (self.local_extras, self._local_now))
             for name in every.called(every.again(then, loaders=False)[1])
         ]
-        if copies_differ(self.watch.groups_ended, copy_groups(self.view.optimizer)):
+        if groups_differ(self.watch.values.groups_ended, copy_groups(self.view.optimizer)):
             moved.append("the optimizer's hyperparameters")
         return moved
 
@@ -378,7 +378,7 @@ class StepRecorder:
         self._local_now, of_rank = self.local_extras.again(self._local_now, loaders=False)
         moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
-            moved += self.source.look_again(self.watch.groups.take(), self._extras_now)
+            moved += self.source.look_again(self.watch.values.groups(), self._extras_now)
         self.attributes.follow()
         moved += self.gradients.again()
         self._make_room()
@@ -445,7 +445,7 @@ class StepRecorder:
             self._attributes_then = b""
             self.attributes.ended()
         if self.source is not None:
-            self.source.committed(Snapshot(step, position, self.watch.groups_ended, self._extras_now))
+            self.source.committed(Snapshot(step, position, self.watch.values.groups_ended, self._extras_now))
 
     def epoch_start(self, epoch: int) -> None:
         """The random number streams, and what moves, before the first batch of `epoch` is asked for."""

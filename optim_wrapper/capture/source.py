@@ -26,10 +26,9 @@ from lastwords.optim_wrapper.capture.device_reader import reader_for
 from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
 from lastwords.optim_wrapper.capture.taken_out import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
-from lastwords.optim_wrapper.state import hyperparameters
 from lastwords.optim_wrapper.state.attributes import Attributes, names_in
 from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
-from lastwords.optim_wrapper.state.group_copies import copies_differ, copy_groups
+from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ, plain_part
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage
 from lastwords.processor.box_layout import SlotKind
@@ -173,7 +172,7 @@ class TrainerSource:
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
         moved = [] if self._watch is None else self._watch.again(snapshot.step)
-        if copies_differ(snapshot.groups, groups):
+        if groups_differ(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
             self._snapshot = Snapshot(snapshot.step, snapshot.position, groups, extras)
@@ -275,7 +274,8 @@ class TrainerSource:
             reasons += of_extras + stored.reasons
         if not self._units.pure:
             ended = snapshot is not None and snapshot.step == step
-            meta = hyperparameters.at_moment(meta, groups, unit=unit, ended=ended)
+            plain = [*map(plain_part, groups)] if unit == UNIT_REPLICATED else None
+            meta = replace(meta, step_ended=ended, hyperparameters=plain)
         buckets = None if self._buckets is None else self._buckets(step)
         return UnitState(tensors=tensors, meta=replace(meta, reasons=reasons, buckets=buckets))
 

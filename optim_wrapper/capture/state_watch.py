@@ -30,10 +30,8 @@ from lastwords.optim_wrapper.capture.late_changes import LateChange
 from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.joined_optimizer import with_state
-from lastwords.optim_wrapper.state.group_copies import GroupCopies
-from lastwords.optim_wrapper.state.hyperparameters import moved_by_hand
-from lastwords.optim_wrapper.state.own_numbers import OwnNumbers, seen
 from lastwords.optim_wrapper.state.own_state import OwnState
+from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_differ, seen
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
 from lastwords.processor.recurrence import Forecast, Recurrence
@@ -72,7 +70,7 @@ class StateWatch:
         self._keep_buffer = keep_buffer
         self._promotes = copies
         self.copies = BoundaryCopies(tensors)
-        self.numbers = OwnNumbers(view)
+        self.values = PlainValues(view.optimizer, lambda: view.all_names().parameters)
         self._ended: Mark | None = None
         self._devices = DeviceMarks()
         self._seen: tuple[Mark | None, list[StateName], list[OfDevice]] = None, [], []
@@ -86,13 +84,11 @@ class StateWatch:
         self._digests: dict[StateName, bytes] = {}
         self._late: dict[StateName, tuple[int, Recurrence]] = {}
         """Of what the loop writes after its update: how often in the newest such step, and in which steps."""
-        self.groups = GroupCopies(view.optimizer)
-        self.groups_ended: list[dict[str, Any]] = []
-        """Hyperparameters as of the last step's end."""
         self._parameters: list[torch.Tensor] = []
+        by_hand = lambda was, now: groups_differ(was, now, view.optimizer.param_groups, self.schedulers)  # noqa: E731
         self._changes = [
-            LateChange("hyperparameters", self.groups.take, self._by_hand, always=True),
-            LateChange("the optimizer's numbers", lambda: self.numbers.now(self._ended_step + 1)),
+            LateChange("hyperparameters", self.values.groups, by_hand, always=True),
+            LateChange("the optimizer's numbers", lambda: self.values.now(self._ended_step + 1)),
             LateChange("requires_grad", lambda: [one.requires_grad for one in self._parameters]),
         ]
         self._habitual = [one for one in self._changes if one.habitual]
@@ -226,7 +222,7 @@ class StateWatch:
         self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.look()
         self._share()
-        self.numbers.look()
+        self.values.look()
         if self.copies:
             self.copies.follow(self._witness.get)
 
@@ -252,8 +248,7 @@ class StateWatch:
         if self.copies:
             self.copies.follow(self._witness.live)
             self.copies.take(step)
-        self.groups_ended = self.groups.take()
-        self.numbers.take(step, self.groups_ended)
+        self.values.take(step)
         self._steps += 1
         self._looks_closely = self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
         self._digests = {}
@@ -344,7 +339,7 @@ class StateWatch:
         moved = [*dict.fromkeys([*self._witness.moved(self._ended), *self._moved_there()])]
         parameters = self._view.all_names().parameters
         nested = len(self._optimizers) > len(zero.parts_of(self._view.optimizer))
-        numbers, others = self.numbers.moved()
+        numbers, others = self.values.moved()
         lent = {} if nested else taken_out(self._witness, moved, parameters, numbers)
         lost, empty = gone_for_good(self._witness, lent, parameters), emptied(self._witness, moved)
         copied = self.copies.at(step)
@@ -399,9 +394,6 @@ class StateWatch:
         return [*reasons, *self._counts.cut_off(is_due)]
 
     # ------------------------------------------------------------------ inside
-
-    def _by_hand(self, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-        return moved_by_hand(before, now, self._view.optimizer.param_groups, self.schedulers)
 
     def _share(self) -> None:
         """What is copied is looked at as a whole, and may be this rank's own."""

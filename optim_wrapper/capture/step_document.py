@@ -68,12 +68,8 @@ def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> 
 def alike(watch: StateWatch) -> bytes:
     """The members that show what is alike on all ranks, and the optimizer's numbers that are kept for this one."""
     kind, now, before = watch.state_marks()
-    words = b',"state":["%s",%s,%s]' % (kind.encode(), _number(now), _number(before))
-    return watch.numbers.members(watch.alike() if watch.copies else {}) + words
-
-
-def _number(value: int | None) -> bytes:
-    return b"null" if value is None else b"%d" % value
+    words = f',"state":["{kind}",{now},{before}]'.replace("None", "null").encode()
+    return watch.values.members(watch.alike() if watch.copies else {}) + words
 
 
 def changed_before_the_end(which: str, step: int) -> str:

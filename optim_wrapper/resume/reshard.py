@@ -190,7 +190,7 @@ class Resharded:
         for group in self._saved.groups:
             if wanted.isdisjoint(group.parameters):
                 continue
-            # Written at another place of the step, it may lack the scheduler's step: `hyperparameters.align` adds it.
+            # Written at another place of the step, it may lack the scheduler's step: `plain_values.align` adds it.
             ignored = frozenset() if group.ended == ended else MOVED_BY_SCHEDULERS
             if found is None:
                 found = group

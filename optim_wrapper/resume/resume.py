@@ -43,7 +43,7 @@ from lastwords.optim_wrapper.resume.resume_point import begun_of
 from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
-from lastwords.optim_wrapper.state import extra_digests, hyperparameters
+from lastwords.optim_wrapper.state import extra_digests, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved, saved_in
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
@@ -218,7 +218,7 @@ def _restore(
     }
     reasons += recorder.restore_own(step_regions, _forms(manifest), _regions_of_any(manifest))
     if with_same is not None:
-        reasons += recorder.watch.numbers.restore(_numbers_of(manifest, world.rank))
+        reasons += recorder.watch.values.restore(_numbers_of(manifest, world.rank))
     if owner == world.rank or (moved and owner >= 0):
         of = manifest.locals[extras_of]
         at_step, at_start = (saved_in(one, str(path)) for one in (of.document, of.meta.epoch_document))
@@ -336,7 +336,7 @@ def _restore_units(
     if surveyed is not None or not units.pure:
         groups = recorder.view.optimizer.param_groups
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
-        reasons += hyperparameters.align(groups, entries, used)
+        reasons += plain_values.align(groups, entries, used)
     return recorder.extras.restore(of_extras.meta.extras, extras.read)
 
 

@@ -29,8 +29,7 @@ from torch.optim.optimizer import Optimizer
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lastwords.checkpoint.storable import Place, is_factory, refuse_unstorable
-from lastwords.errors import UnstorableError
+from lastwords.checkpoint.storable import Place, is_factory, is_storable
 from lastwords.optim_wrapper.state.running import (
     called,
     is_of_the_user,
@@ -343,7 +342,8 @@ class Walk:
             return Place(self._meet(path, value), _kind(value))
         if has(kind, "__next__", "fileno", "acquire"):
             return CODE
-        return value if _is_storable(value) else Place("", _kind(value))
+        stored = parts_of(value) is not None if is_object(value) else is_storable(value)
+        return value if stored else Place("", _kind(value))
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         self.code.append((path, value))
@@ -620,16 +620,6 @@ def _sampled(array: np.ndarray[Any, Any]) -> str:
         return ""
     some = array.flat[:: max(array.size // _ELEMENTS, 1)]
     return xxhash.xxh3_64_hexdigest(some.tobytes())
-
-
-def _is_storable(value: Any) -> bool:
-    if is_object(value):
-        return parts_of(value) is not None
-    try:
-        refuse_unstorable(value, "")
-    except UnstorableError:
-        return False
-    return True
 
 
 def _is_a_librarys(generator: Any) -> bool:

@@ -11,8 +11,8 @@ import torch
 
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.state.group_copies import copied
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, take_apart
+from lastwords.optim_wrapper.tensors.value_copies import copied
 from lastwords.sharding.dtensor import Box, is_dtensor, local_of
 
 

@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.joined_optimizer import nested_in, state_of
-from lastwords.optim_wrapper.state.group_copies import copied
+from lastwords.optim_wrapper.state.plain_values import copy_groups, leaves_of
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
-from lastwords.optim_wrapper.tensors.value_copies import advance
+from lastwords.optim_wrapper.tensors.value_copies import copied, differ
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.torch_private import has_state_dict_hooks
@@ -70,7 +70,7 @@ class OwnOptimizerState(OwnState):
         own = self._own(self._wrapper.state_dict())
         for name, nested in nested_in(inner).items():
             if not _share_groups(inner, nested):
-                own[GROUPS_OF + name] = [_without_parameters(group) for group in nested.param_groups]
+                own[GROUPS_OF + name] = copy_groups(nested)
         return own
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ class OwnOptimizerState(OwnState):
                 group.update(copied(values))
         now = self.state_dict()
         for key in saved:
-            if key not in now or advance(saved[key], now[key])[1]:
+            if key not in now or differ(saved[key], now[key]):
                 self.say(f"{self.name}[{key!r}] differs from the state that was passed to load_state_dict()")
 
     # ------------------------------------------------------------------ inside
@@ -104,7 +104,7 @@ class OwnOptimizerState(OwnState):
         for key, value in full.items():
             if any(key in one and _alike(value, one[key]) for one in usual):
                 continue
-            tensors = list(tensors_in(value))
+            tensors = _tensors_in(value)
             if tensors and key not in ("state", "param_groups") and all(id(one) in known for one in tensors):
                 continue
             if tensors and not self._whole():
@@ -205,10 +205,6 @@ def _share_groups(outer: Optimizer, nested: Optimizer) -> bool:
     return [*map(id, outer.param_groups)] == [*map(id, nested.param_groups)]
 
 
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _packed(optimizer: Optimizer) -> dict[str, Any]:
     """What torch's own state_dict() gives, without running anybody's hooks."""
     numbers: dict[int, int] = {}
@@ -219,30 +215,19 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
         numbers.get(id(key), key) if isinstance(key, torch.Tensor) else key: value
         for key, value in optimizer.state.items()
     }
-    groups = [
-        {**_without_parameters(group), "params": [numbers[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    groups = [{**group, "params": [numbers[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": state, "param_groups": groups}
 
 
 def _tensors_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from tensors_in(list(group.values()))
-        yield from tensors_in(list(state_of(optimizer).values()))
+            yield from _tensors_in(list(group.values()))
+        yield from _tensors_in(list(state_of(optimizer).values()))
 
 
-def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -25,9 +25,9 @@ from lastwords.optim_wrapper.ddp.ddp_found import with_those_beside
 from lastwords.optim_wrapper.ddp.ddp_private import one_layer_off
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind, state_of
 from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
-from lastwords.optim_wrapper.state.group_copies import copy_groups
 from lastwords.optim_wrapper.state.listing import Listing
 from lastwords.optim_wrapper.state.optimizer_trees import OptimizerTrees, is_usual, placed, shared_in
+from lastwords.optim_wrapper.state.plain_values import copy_groups
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     Stage,
     Staged,

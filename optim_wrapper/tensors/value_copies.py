@@ -74,6 +74,30 @@ def advance(before: Any, now: Any) -> tuple[Any, bool]:
     return _advance_rare(before, now)
 
 
+def is_fixed(value: Any) -> bool:
+    """Whether a value is the same as long as it is the same object, by its type and by those inside."""
+    kind = type(value)
+    return kind in ATOMS or (kind is tuple and all(map(is_fixed, value)))
+
+
+def copied(value: Any) -> Any:
+    """A copy that shares nothing that can change; of what cannot be stored, the value itself."""
+    if is_fixed(value):
+        return value
+    try:
+        return advance(None, value)[0]
+    except (UnstorableError, RecursionError):
+        return value  # it will be left out of what is saved, and that is said
+
+
+def differ(before: Any, now: Any) -> bool:
+    """Whether `now` is another value than `before`; of what cannot be stored, whether it is another object."""
+    try:
+        return now is not before and advance(before, now)[1]
+    except (UnstorableError, RecursionError):
+        return True
+
+
 def _refuse_odd(tensor: torch.Tensor) -> None:
     """DTensors are welcome: hyperparameters of their kind are stored with their parameter."""
     if what := problem_of(local_of(tensor)):
@@ -163,7 +187,7 @@ def into(here: Any, item: Any, whole: Container[int] = (), is_foreign: Callable[
     if id(item) in whole:
         return item
     if is_foreign(here):
-        return here if _same(here, item) else item
+        return item if differ(here, item) else here
     if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
         alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
         alike = alike and not inner_names(here) and not inner_names(item)  # copy_() of a quantized one rounds anew
@@ -199,13 +223,6 @@ def into(here: Any, item: Any, whole: Container[int] = (), is_foreign: Callable[
         here[...] = item
         return here
     return item
-
-
-def _same(here: Any, item: Any) -> bool:
-    try:
-        return not advance(here, item)[1]
-    except (UnstorableError, RecursionError):
-        return False
 
 
 def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

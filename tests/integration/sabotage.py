@@ -178,9 +178,9 @@ def _no_epoch_start(_: str) -> None:
 
 
 def _no_one_moment(_: str) -> None:
-    from lastwords.optim_wrapper.state import hyperparameters
+    from lastwords.optim_wrapper.state import plain_values
 
-    hyperparameters.align = lambda *_args, **_more: []
+    plain_values.align = lambda *_args, **_more: []
 
 
 def _no_proceed(_: str) -> None:

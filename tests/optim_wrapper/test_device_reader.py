@@ -177,7 +177,7 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(
     """A copy that the training thread takes comes after what its stream has queued: it may have changed the weights."""
     from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
     from lastwords.optim_wrapper.state.extras import Extras
-    from lastwords.optim_wrapper.state.group_copies import copy_groups
+    from lastwords.optim_wrapper.state.plain_values import copy_groups
     from lastwords.optim_wrapper.state.rank_units import RankUnits
     from lastwords.optim_wrapper.state.state_view import UnitView
     from lastwords.processor.saver import Position

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.meta import EMPTY_UNIT, UnitMeta
-from lastwords.optim_wrapper.state.hyperparameters import align, at_moment
+from lastwords.optim_wrapper.state.plain_values import align, plain_part
 
 
 def entry(meta: UnitMeta) -> UnitEntry:
@@ -17,11 +18,8 @@ def entry(meta: UnitMeta) -> UnitEntry:
 
 def saved(*, own_ended: bool, extras_ended: bool, groups: list[dict[str, Any]]) -> dict[str, UnitEntry]:
     """What the manifest says of a unit of this rank, and of the extras, whose writer had `groups`."""
-    own = at_moment(EMPTY_UNIT, [], unit="ranks-1-3", ended=own_ended)
-    return {
-        "ranks-1-3": entry(own),
-        "replicated": entry(at_moment(EMPTY_UNIT, groups, unit="replicated", ended=extras_ended)),
-    }
+    of_extras = replace(EMPTY_UNIT, step_ended=extras_ended, hyperparameters=[*map(plain_part, groups)])
+    return {"ranks-1-3": entry(replace(EMPTY_UNIT, step_ended=own_ended)), "replicated": entry(of_extras)}
 
 
 def group(lr: float, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.state.extras import Extras
-from lastwords.optim_wrapper.state.group_copies import copy_groups
+from lastwords.optim_wrapper.state.plain_values import copy_groups
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper

@@ -21,7 +21,7 @@ from lastwords.errors import ConfigError, FormatError, MismatchError
 from lastwords.optim_wrapper.ddp.ddp_private import find_ddp
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
-from lastwords.optim_wrapper.state.group_copies import GroupCopies, copy_groups
+from lastwords.optim_wrapper.state.plain_values import PlainValues, copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView, unwrap
 from lastwords.optim_wrapper.tensors import tensor_bytes
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -313,21 +313,21 @@ def test_hyperparameters_of_an_earlier_moment_can_be_stored_instead_of_the_live_
 def test_hyperparameters_are_copied_anew_once_anything_in_them_is_another_object(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = OPTIMIZERS[kind]([parameter])
-    copies, group = GroupCopies(optimizer), optimizer.param_groups[0]
-    first = copies.take()
+    copies, group = PlainValues(optimizer, dict), optimizer.param_groups[0]
+    first = copies.groups()
     assert first == copy_groups(optimizer)
     plain = not isinstance(group["lr"], torch.Tensor)
-    assert (copies.take() is first) is plain
+    assert (copies.groups() is first) is plain
     for key, value in (("weight_decay", 7.0), ("weight_decay", True), ("weight_decay", 1.0), ("new", None)):
         group[key] = value
-        assert [repr(one) for one in copies.take()] == [repr(one) for one in copy_groups(optimizer)]
+        assert [repr(one) for one in copies.groups()] == [repr(one) for one in copy_groups(optimizer)]
     group["newer"] = group.pop("new")
-    assert "newer" in copies.take()[0]
+    assert "newer" in copies.groups()[0]
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert len(copies.take()) == 2
+    assert len(copies.groups()) == 2
     if not plain:  # the same object, with another value
         group["lr"].fill_(9.0)
-        assert copies.take()[0]["lr"] == 9.0
+        assert copies.groups()[0]["lr"] == 9.0
     assert first[0]["lr"] != 9.0
 
 
@@ -356,23 +356,23 @@ def in_place(value: Any) -> None:
 def test_hyperparameters_that_change_in_place_keep_the_values_of_their_moment(make: Any) -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([{"params": [parameter], "betas": make()}], lr=0.1)
-    group, copies = optimizer.param_groups[0], GroupCopies(optimizer)
-    first = copies.take()
-    moments = [(copy_groups(optimizer), "at once"), (first, "first"), (copies.take(), "again")]
+    group, copies = optimizer.param_groups[0], PlainValues(optimizer, dict)
+    first = copies.groups()
+    moments = [(copy_groups(optimizer), "at once"), (first, "first"), (copies.groups(), "again")]
     group["lr"] = 0.2
-    moments.append((copies.take(), "beside a value that is another object"))
+    moments.append((copies.groups(), "beside a value that is another object"))
     in_place(group["betas"])
     for groups, which in moments:
         assert repr(groups[0]["betas"]) == repr(make()), which
-    assert repr(copies.take()[0]["betas"]) == repr(group["betas"]) != repr(make())
-    assert copies.take()[0]["lr"] == 0.2
+    assert repr(copies.groups()[0]["betas"]) == repr(group["betas"]) != repr(make())
+    assert copies.groups()[0]["lr"] == 0.2
     assert first[0]["lr"] == 0.1
 
 
 def test_a_group_without_anything_that_can_change_in_place_keeps_its_copy() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.9, 0.99))
-    copies = GroupCopies(optimizer)
-    assert copies.take() is copies.take()
+    copies = PlainValues(optimizer, dict)
+    assert copies.groups() is copies.groups()
 
 
 def test_hyperparameters_that_cannot_be_stored_do_not_stop_a_step() -> None:
@@ -380,7 +380,7 @@ def test_hyperparameters_that_cannot_be_stored_do_not_stop_a_step() -> None:
     endless: list[Any] = []
     endless.append(endless)
     optimizer = torch.optim.SGD([{"params": [parameter], "endless": endless, "object": [object()]}], lr=0.1)
-    GroupCopies(optimizer).take()
+    PlainValues(optimizer, dict).groups()
     model = nn.ParameterList([parameter])
     assert len(UnitView(model, optimizer).left_out()) == 2
 

@@ -170,8 +170,8 @@ def habits_forgotten() -> None:
 
 def lists_unseen() -> None:
     """Nobody asks what has moved among an optimizer's lists and numbers."""
-    numbers = importlib.import_module("lastwords.optim_wrapper.state.own_numbers").OwnNumbers
-    numbers.moved = lambda self: ([], "")
+    values = importlib.import_module("lastwords.optim_wrapper.state.plain_values").PlainValues
+    values.moved = lambda self: ([], "")
 
 
 def begins_unasked() -> None:

@@ -17,9 +17,7 @@ from lastwords.checkpoint.meta import Marks
 from lastwords.checkpoint.reason import Reason
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume import resume
-from lastwords.optim_wrapper.state.group_copies import GroupCopies
-from lastwords.optim_wrapper.state.own_numbers import KEPT_MAX, OwnNumbers
-from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.state.plain_values import KEPT_MAX, PlainValues
 from lastwords.sharding.pieces import Members, UnitTable
 from tests import golden
 
@@ -33,25 +31,28 @@ class Polyak(torch.optim.SGD):
                 self.state[parameter].update(loss=loss, count=count, moment=torch.ones(2))
 
 
+def values_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> PlainValues:
+    return PlainValues(optimizer, lambda: dict(net.named_parameters()))
+
+
 class Rank:
     """What one rank's black box says after each step."""
 
     def __init__(self, layers: int = 1) -> None:
         self.net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
         self.optimizer = Polyak(self.net.parameters(), lr=0.1)
-        self.numbers = OwnNumbers(UnitView(self.net, self.optimizer))
-        self.groups = GroupCopies(self.optimizer)
+        self.values = values_of(self.net, self.optimizer)
         self.step = 0
 
     def end(self, loss: float, **more: Any) -> dict[str, Any]:
         self.step += 1
         self.optimizer.keep(loss, **more)
-        self.numbers.look()
+        self.values.look()
         return self.again()
 
     def again(self) -> dict[str, Any]:
-        self.numbers.take(self.step, self.groups.take())
-        said: dict[str, Any] = json.loads(b"{" + self.numbers.members({})[1:] + b"}")
+        self.values.take(self.step)
+        said: dict[str, Any] = json.loads(b"{" + self.values.members({})[1:] + b"}")
         return said
 
 
@@ -71,7 +72,7 @@ def test_numbers_of_states_that_belong_to_no_parameter_are_not_mixed_up() -> Non
     rank.optimizer.state.update({key: {"loss": float(place)} for place, key in enumerate(keys)})
     said = rank.end(3.0)
     rank.optimizer.state["a"]["loss"] = rank.optimizer.state["b"]["loss"] = 7.0
-    rank.numbers.restore(said["numbers"])
+    rank.values.restore(said["numbers"])
     assert [rank.optimizer.state[key]["loss"] for key in keys] == [0.0, 1.0]
 
 
@@ -87,7 +88,7 @@ def test_numbers_that_are_this_rank_s_own_come_back() -> None:
     assert reasons(("committed", said[0]), ("committed", said[1])) == []
     fresh = Rank()
     fresh.optimizer.keep(0.25)  # as another rank's checkpoint has it
-    fresh.numbers.restore(said[1]["numbers"])
+    fresh.values.restore(said[1]["numbers"])
     values = [state["loss"] for state in fresh.optimizer.state.values()]
     assert [*map(repr, values)] == ["nan", "nan"]
     assert fresh.again()["alike"]["numbers"][1] == said[1]["alike"]["numbers"][1]
@@ -150,14 +151,14 @@ def test_of_many_numbers_others_are_looked_at_in_each_step_and_what_differed_is_
 
 def test_nothing_is_written_anew_where_nothing_has_moved() -> None:
     net = nn.Linear(2, 2)
-    numbers = OwnNumbers(UnitView(net, torch.optim.AdamW(net.parameters())))
-    numbers.look()
-    numbers.take(1, [])
-    numbers.take(2, [])
-    said = numbers.members({})
-    numbers.take(3, [])
-    assert numbers.members({}) is said
-    assert b"own" in numbers.members({"own": Marks("x", 1, 1)})
+    values = values_of(net, torch.optim.AdamW(net.parameters()))
+    values.look()
+    values.take(1)
+    values.take(2)
+    said = values.members({})
+    values.take(3)
+    assert values.members({}) is said
+    assert b"own" in values.members({"own": Marks("x", 1, 1)})
 
 
 def test_numbers_of_several_optimizers_are_told_apart() -> None:
@@ -165,13 +166,13 @@ def test_numbers_of_several_optimizers_are_told_apart() -> None:
     parts = [Polyak([net.weight], lr=0.1), Polyak([net.bias], lr=0.1)]
     for value, part in enumerate(parts):
         part.keep(float(value))
-    numbers = OwnNumbers(UnitView(net, JoinedOptimizer(parts)))
-    numbers.look()
-    numbers.take(1, [])
-    saved = numbers.values()
+    values = values_of(net, JoinedOptimizer(parts))
+    values.look()
+    values.take(1)
+    saved = json.loads(b"{" + values.members({})[1:] + b"}")["numbers"]
     for part in parts:
         part.keep(9.0)
-    numbers.restore(saved)
+    values.restore(saved)
     assert [part.state[next(iter(part.state))]["loss"] for part in parts] == [0.0, 1.0]
 
 
@@ -202,7 +203,7 @@ def test_numbers_inside_of_others_are_this_rank_s_own_too(case: str) -> None:
     first = next(fresh.net.parameters())
     fresh.optimizer.keep(0.5)
     fresh.optimizer.state[first]["mine"] = type(NESTED[case])()
-    assert fresh.numbers.restore(said[1]["numbers"]) == []
+    assert fresh.values.restore(said[1]["numbers"]) == []
     back = fresh.optimizer.state[first]["mine"]
     assert back == NESTED[case]
     assert type(back) is type(NESTED[case])
@@ -219,7 +220,7 @@ def test_a_number_whose_key_is_another_one_in_each_step_is_followed() -> None:
     for one in (rank, fresh):
         one.optimizer.keep(0.5)
     fresh.optimizer.state[next(fresh.net.parameters())]["at 2"] = 0.75
-    assert fresh.numbers.restore(said["numbers"]) == []
+    assert fresh.values.restore(said["numbers"]) == []
     assert fresh.optimizer.state[next(fresh.net.parameters())]["at 2"] == 0.25
 
 
@@ -229,7 +230,7 @@ def test_keys_that_are_no_text_are_no_hindrance(key: Any) -> None:
     for rank, value in ((one, 0.25), (fresh, 0.5)):
         rank.optimizer.state[next(rank.net.parameters())] = {key: value}
     said = one.end(0.5)
-    fresh.numbers.restore(said["numbers"])
+    fresh.values.restore(said["numbers"])
     assert fresh.optimizer.state[next(fresh.net.parameters())][key] == 0.25
 
 
@@ -238,7 +239,7 @@ def test_a_number_that_has_no_place_here_is_told() -> None:
     one.optimizer.state[next(one.net.parameters())]["mine"] = 3
     said = one.end(0.5)
     fresh.optimizer.keep(0.5)
-    [reason] = fresh.numbers.restore(said["numbers"])
+    [reason] = fresh.values.restore(said["numbers"])
     golden.says(reason)
 
 
@@ -288,14 +289,27 @@ def test_lists_that_are_reordered_or_grow_after_a_step_s_end_are_named() -> None
     history = [torch.ones(2), torch.zeros(2)]
     rank.optimizer.state[next(rank.net.parameters())]["history"] = history
     rank.end(0.5)
-    assert rank.numbers.moved() == ([], "")
+    assert rank.values.moved() == ([], "")
     history.reverse()
-    assert rank.numbers.moved() == ([], "optimizer's history")
+    assert rank.values.moved() == ([], "optimizer's history")
     rank.step += 1
     rank.again()
-    assert rank.numbers.moved() == ([], "")
+    assert rank.values.moved() == ([], "")
     history.append(torch.ones(1))
-    assert rank.numbers.moved() == ([], "optimizer's history")
+    assert rank.values.moved() == ([], "optimizer's history")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [(float("nan"), float("nan"), False), (0.0, -0.0, True), (1, True, True), (np.float32(2), np.float32(2), False)],
+)
+def test_numbers_beside_tensors_are_compared_bit_by_bit(before: Any, after: Any, told: bool) -> None:
+    rank = Rank()
+    history = [before, torch.ones(2)]
+    rank.optimizer.state[next(rank.net.parameters())]["history"] = history
+    rank.end(0.5)
+    history[0] = after
+    assert rank.values.moved() == ([], "optimizer's history" if told else "")
 
 
 def test_numbers_that_change_after_a_step_s_end_are_known_as_they_were() -> None:
@@ -305,7 +319,7 @@ def test_numbers_that_change_after_a_step_s_end_are_known_as_they_were() -> None
     rank.end(0.5)
     rank.optimizer.state[parameter]["mine"].append(3)
     rank.optimizer.state[parameter]["count"] = 9
-    [*known], others = rank.numbers.moved()
+    [*known], others = rank.values.moved()
     assert others == ""
     assert [(owner is parameter, key, value) for owner, key, value in known] == [
         (True, "mine", [1, 2]),
@@ -321,6 +335,6 @@ def test_a_generator_in_the_state_is_named_where_it_has_drawn_or_differs_by_rank
     said = [rank.end(0.5) for rank in ranks]
     [reason] = reasons(("committed", said[0]), ("committed", said[1]))
     golden.says(reason.detail)
-    assert ranks[0].numbers.moved() == ([], "")
+    assert ranks[0].values.moved() == ([], "")
     torch.rand(1, generator=generators[0])
-    assert ranks[0].numbers.moved() == ([], "optimizer's noise")
+    assert ranks[0].values.moved() == ([], "optimizer's noise")
