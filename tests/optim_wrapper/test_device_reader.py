@@ -200,6 +200,7 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(
         "attributes": Attributes({}, dict),
         "ends_epoch": None,
         "drawn_since": lambda step: "",
+        "moved_between": lambda step: [],
         "gradients_missing": lambda *, ended: [],
     }
     for copy, expected in ((None, [torch.Size([5, 3])]), (WholeCopies(0, lambda: tmp_path), [])):

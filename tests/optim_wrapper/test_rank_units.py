@@ -45,7 +45,8 @@ class Net(nn.Module):
 
 NO_DOUBTS: dict[str, Any] = {
     "attributes": Attributes({}, dict),
-    "ends_epoch": lambda position: None, "drawn_since": lambda step: "", "gradients_missing": lambda *, ended: [],
+    "ends_epoch": lambda position: None, "drawn_since": lambda step: "",
+    "moved_between": lambda step: [], "gradients_missing": lambda *, ended: [],
 }  # fmt: skip
 """What a recorder knows and these tests are not about."""
 
