@@ -17,9 +17,9 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree
 from lastwords.checkpoint.reshard.saved_state import Saved, join, own_in_each
 from lastwords.checkpoint.reshard.saved_units import SavedUnit, buffers_of_ranks, units_of
-from lastwords.checkpoint.reshard.state_trees import keys_of, leaves, renamed
 from lastwords.checkpoint.reshard_plan import Divided, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, Target
+from lastwords.checkpoint.state_trees import keys_of, leaves, renamed
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
 from lastwords.optim_wrapper.tensors.tensor_tree import filled
@@ -297,7 +297,7 @@ def _seen(saved: Saved, units: Sequence[SavedUnit], path: str) -> Catalogue:
 
     def values(keys: Mapping[str, Tree]) -> dict[str, Any]:
         return {
-            key: filled(node, lambda name, leaf: whole_of(name, leaf["dtype"]), where) for key, node in keys.items()
+            key: filled(node, lambda leaf: whole_of(leaf["tensor"], leaf["dtype"]), where) for key, node in keys.items()
         }
 
     found: dict[str, dict[str, Whole]] = {"model": {}, "buffer": {}}

@@ -13,7 +13,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import UnitMeta
+from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state.buffer_forms import put
@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     spec_of,
     tensor_over,
 )
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree, put_together, refuse_missing_classes, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_tree import put_together, tensor_nodes
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
 from lastwords.torch_private import non_persistent
 
@@ -192,13 +192,11 @@ class RestorePlan(Reading):
             if parameter is None and not name.startswith("~"):
                 raise FormatError(f"the unit has optimizer state of {name!r}, which is not one of its parameters")
             for key, node in tree["dict"]:
-                refuse_missing_classes(node, f"optimizer.state[{name!r}][{key!r}]")
-                for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
+                for stored, leaf in tensor_nodes(node, f"optimizer.state[{name!r}][{key!r}]").items():
                     existing = current.get(key) if "tensor" in node else None
                     self._targets[stored] = self._state_tensor(stored, leaf, parameter, existing)
         for owner, _, tree in self._meta.optimizer_own:
             parameter = None if owner is None else self._names.parameters.get(owner)
-            refuse_missing_classes(tree, "the optimizer's state")
             for stored, leaf in tensor_nodes(tree, "the optimizer's state").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, parameter, None)
         for alias, first_name in self._meta.shared.items():
@@ -210,7 +208,6 @@ class RestorePlan(Reading):
             self._targets[alias] = other
         for g, tree in enumerate(self._meta.groups):
             first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
-            refuse_missing_classes(tree, f"optimizer.param_groups[{g}]")
             for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, first, None)
 

@@ -53,8 +53,7 @@ from lastwords.optim_wrapper.state.object_walk import (
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, problem_of, staged_bytes, tensor_over
-from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart, tensor_nodes
-from lastwords.optim_wrapper.tensors.tree_objects import is_composite
+from lastwords.optim_wrapper.tensors.tensor_tree import is_composite, leaves_of, put_together, take_apart, tensor_nodes
 from lastwords.optim_wrapper.tensors.value_copies import into
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
@@ -579,16 +578,9 @@ def _said(own: OwnState) -> Any:
         return {}
 
 
-def _leaf_marks(told: Any, depth: int = 8) -> Iterator[Any]:
+def _leaf_marks(told: Any) -> list[Any]:
     """Marks of the atoms and tensors in nested containers."""
-    if depth and isinstance(told, Mapping):
-        for item in told.values():
-            yield from _leaf_marks(item, depth - 1)
-    elif depth and type(told) in (list, tuple, deque):
-        for item in told:
-            yield from _leaf_marks(item, depth - 1)
-    else:
-        yield _mark(told)
+    return [*map(_mark, leaves_of(told, 8))]
 
 
 def _packed(told: Any, path: str) -> tuple[Any, int]:

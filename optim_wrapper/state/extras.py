@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, Tree
 from lastwords.checkpoint.part import TensorSource
-from lastwords.checkpoint.reshard.state_trees import renamed
+from lastwords.checkpoint.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
@@ -41,7 +41,7 @@ from lastwords.optim_wrapper.state.extra_moves import (
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, dtype_named, source_of, spec_of, tensor_over
-from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, put_together, take_apart, tensor_nodes
 from lastwords.optim_wrapper.tensors.value_copies import advance, overwrite_values
 
 _log = logging.getLogger(__name__)

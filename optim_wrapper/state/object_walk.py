@@ -40,7 +40,7 @@ from lastwords.optim_wrapper.state.running import (
     user_modules,
 )
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
-from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
+from lastwords.optim_wrapper.tensors.tensor_tree import parts_of
 from lastwords.sharding.dtensor import local_of
 
 OBJECTS_MAX = 20_000
@@ -614,10 +614,8 @@ def _sampled(array: np.ndarray[Any, Any]) -> str:
 
 
 def _is_storable(value: Any) -> bool:
-    if is_object(value):
-        return parts_of(value) is not None
     try:
-        refuse_unstorable(value, "")
+        refuse_unstorable(value if parts_of(value) is None else None, "")
     except UnstorableError:
         return False
     return True

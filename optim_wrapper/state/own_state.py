@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.nested_optimizers import nested_in, stateful
 from lastwords.optim_wrapper.state.group_copies import copied
-from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
+from lastwords.optim_wrapper.tensors.tensor_tree import leaves_of, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import advance
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
@@ -104,7 +104,7 @@ class OwnOptimizerState(OwnState):
         for key, value in full.items():
             if any(key in one and _alike(value, one[key]) for one in usual):
                 continue
-            tensors = list(tensors_in(value))
+            tensors = _tensors_in(value)
             if tensors and key not in ("state", "param_groups") and all(id(one) in known for one in tensors):
                 continue
             if tensors and not self._whole():
@@ -243,20 +243,12 @@ def _packed(optimizer: Optimizer) -> dict[str, Any]:
 def _tensors_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            yield from tensors_in(list(group.values()))
-        yield from tensors_in(list(stateful(optimizer).state.values()))
+            yield from _tensors_in([*group.values()])
+        yield from _tensors_in([*stateful(optimizer).state.values()])
 
 
-def tensors_in(value: Any, depth: int = 32) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [one for one in leaves_of(value) if isinstance(one, torch.Tensor)]
 
 
 def _alike(one: Any, other: Any) -> bool:
