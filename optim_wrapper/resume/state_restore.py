@@ -276,10 +276,10 @@ class RestorePlan(Reading):
         restored: dict[Any, dict[str, Any]] = {}
         for name, tree in self._meta.optimizer_state.items():
             key = names.parameters.get(name, name.removeprefix("~"))
-            restored[key] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name!r}")
+            restored[key] = put_together(tree, self._target_of, f"optimizer state of {name!r}")
         for owner, key, tree in self._meta.optimizer_own:
             target = key if owner is None else names.parameters[owner]
-            restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {owner or key!r}")
+            restored[target] = put_together(tree, self._target_of, f"optimizer state of {owner or key!r}")
         self._keep_left_out(restored)
         own = {id(parameter) for parameter in names.parameters.values()}
         for key in list(stateful.state):
@@ -290,6 +290,9 @@ class RestorePlan(Reading):
         for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
             fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
+
+    def _target_of(self, node: Tree) -> torch.Tensor:
+        return self._targets[node["tensor"]]
 
     def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
         """What could not be stored stays as the constructor has made it here, if it has."""
@@ -309,7 +312,7 @@ class RestorePlan(Reading):
 
 def fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:
     """Put stored hyperparameters into a param group."""
-    for key, value in put_together(tree, tensors.__getitem__, where).items():
+    for key, value in put_together(tree, lambda node: tensors[node["tensor"]], where).items():
         current = group.get(key)
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
             with torch.no_grad():

@@ -40,8 +40,8 @@ from lastwords.optim_wrapper.state.extra_moves import (
     stored_moves,
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
-from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, dtype_named, source_of, spec_of, tensor_over
-from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, source_of, spec_of
+from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, out_of, put_together, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import advance, overwrite_values
 
 _log = logging.getLogger(__name__)
@@ -254,8 +254,8 @@ class Extras:
 
     # ------------------------------------------------------------------ resume
 
-    def restore(self, meta: ExtrasMeta, read: Callable[[str], torch.Tensor]) -> ExtrasSnapshot:
-        """Put stored states back; `read(name)` gives a stored tensor. Returns the history they come with.
+    def restore(self, meta: ExtrasMeta, read: Callable[[Tree], torch.Tensor]) -> ExtrasSnapshot:
+        """Put stored states back; `read(node)` gives a stored tensor. Returns the history they come with.
 
         Raises MismatchError, before anything is changed, if the names differ.
         """
@@ -408,14 +408,7 @@ def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> InlineExtras:
 
 def restore_inline(extras: Extras, packed: InlineExtras) -> ExtrasSnapshot:
     """Inverse of `pack_inline`: puts the states back into the objects."""
-    nodes: dict[str, Mapping[str, Any]] = {}
-    for name, tree in packed.tree.states.items():
-        nodes |= tensor_nodes(tree, name)
-
-    def read(name: str) -> torch.Tensor:
-        return tensor_over(bytearray(packed.tensors[name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"])
-
-    return extras.restore(packed.tree, read)
+    return extras.restore(packed.tree, out_of(packed.tensors, "local_extras"))
 
 
 def _state_of(extra: Any) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lastwords.checkpoint.meta import Tree
-from lastwords.checkpoint.state_trees import OWN_TAGS, PAIRS, folded, node_of
+from lastwords.checkpoint.state_trees import PAIRS, folded, node_of
 from lastwords.checkpoint.storable import (
     DEPTH_MAX,
     FACTORIES,
@@ -29,7 +29,7 @@ from lastwords.checkpoint.storable import (
     unstorable,
 )
 from lastwords.errors import FormatError, MismatchError
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, refuse_unsupported
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, dtype_named, refuse_unsupported, tensor_over
 from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_json
 
 _ARRAY_KINDS = NUMPY_KINDS | {"U", "S"}
@@ -80,15 +80,14 @@ def take_apart(
             raise unstorable(value, path, "" if isinstance(value, _TORCHS) else " with tensors inside")
         kind, about, inside = parts
         refuse_unstorable(about, path)
-        if kind not in PAIRS:
-            nodes = [node(one, f"{name}.{at}", f"{path}[{at}]", levels - 1) for at, one in enumerate(inside)]
-            return node_of(kind, about, nodes)
-        pairs = []
-        for place, (key, one) in enumerate(inside):
+        nodes: list[Any] = []
+        for place, one in enumerate(inside):
+            key, item = one if kind in PAIRS else (place, one)
             refuse_unstorable(key, f"{path} key")
             at = key if type(key) in (str, int) else place
-            pairs.append([key, node(one, f"{name}.{at}", f"{path}[{key!r}]", levels - 1)])
-        return node_of(kind, about, pairs)
+            made = node(item, f"{name}.{at}", f"{path}[{key!r}]", levels - 1)
+            nodes.append([key, made] if kind in PAIRS else made)
+        return node_of(kind, about, nodes)
 
     def leaf(tensor: torch.Tensor, name: str, path: str) -> Tree:
         refuse_unsupported(tensor, path, sharded=sharded)
@@ -146,14 +145,14 @@ def tensor_nodes(tree: Tree, where: str) -> dict[str, Tree]:
     return nodes
 
 
-def put_together(tree: Tree, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
-    """What `take_apart` took apart; `tensor_of(name)` supplies the tensors.
+def put_together(tree: Tree, tensor_of: Callable[[Tree], torch.Tensor], where: str) -> Any:
+    """What `take_apart` took apart; `tensor_of(node)` supplies the tensors.
 
     FormatError for a foreign tree, or of a device that is not here; MismatchError where a class is not here.
     """
 
     def leaf(node: Tree) -> torch.Tensor:
-        tensor = tensor_of(node["tensor"])
+        tensor = tensor_of(node)
         if "parameter" in node:
             return torch.nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
         return tensor
@@ -171,16 +170,17 @@ def put_together(tree: Tree, tensor_of: Callable[[str], torch.Tensor], where: st
     return folded(tree, leaf, made, where)
 
 
-def filled(tree: Tree, leaf: Callable[[Tree], Any], where: str) -> Any:
-    """The value of a tree with `leaf(node)` in each tensor's place. FormatError for a foreign tree.
+def out_of(tensors: Mapping[str, tuple[Any, bytes]], where: str) -> Callable[[Tree], torch.Tensor]:
+    """For `put_together`: tensors out of their shapes and bytes, by name. FormatError for those that are damaged."""
 
-    An object (an array, say) is not made: the list of what is inside stands in its place, or what is known about it.
-    """
+    def tensor_of(node: Tree) -> torch.Tensor:
+        try:
+            data = bytearray(tensors[node["tensor"]][1])
+            return tensor_over(data, dtype_named(node["dtype"]), tuple(node["shape"]))
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(f"{where} holds a tensor that is damaged: {error!r}") from error
 
-    def made(kind: str, about: Any, inside: list[Any]) -> Any:
-        return MAKE[kind](about, inside) if kind in OWN_TAGS else inside or about
-
-    return folded(tree, leaf, made, where)
+    return tensor_of
 
 
 # ---------------------------------------------------------------------- kinds
@@ -188,13 +188,15 @@ def filled(tree: Tree, leaf: Callable[[Tree], Any], where: str) -> Any:
 
 def parts_of(value: Any) -> Parts | None:
     """Parts of a container or an object of these kinds; None for any other value."""
-    apart = _APART.get(type(value))
-    if apart is not None:
-        return apart(value)
-    return _of_traceable(value) or _of_sparse(value) if isinstance(value, torch.Tensor) else None
+    kind = _BY_TYPE.get(type(value))
+    if kind is None:
+        return _of_traceable(value) or _of_sparse(value) if isinstance(value, torch.Tensor) else None
+    name, _, apart, _ = kind
+    parts = apart(value)
+    return None if parts is None else (name, *parts)
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> Parts | None:
+def _of_array(array: np.ndarray[Any, Any]) -> tuple[Any, Sequence[Any]] | None:
     if array.dtype.kind not in _ARRAY_KINDS:
         return None
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
@@ -205,7 +207,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> Parts | None:
         elements = torch.from_numpy(flat)
     else:
         elements = torch.from_numpy(flat.view(np.uint8) if flat.dtype.itemsize else np.empty(0, np.uint8))
-    return "ndarray", [array.dtype.str, list(array.shape), order], [elements]
+    return [array.dtype.str, list(array.shape), order], [elements]
 
 
 def _array(about: Any, inside: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -291,19 +293,21 @@ def _refuse_missing_class(kind: Any, about: Any, where: str) -> None:
         )
 
 
+_INSIDE: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
 def _of_sparse(tensor: torch.Tensor) -> Parts | None:
-    if tensor.layout is torch.strided:
+    if (names := _INSIDE.get(tensor.layout)) is None:
         return None
-    tensor, size = tensor.detach(), list(tensor.shape)
+    tensor = tensor.detach()
+    inside = [getattr(tensor, name)() for name in names]
     if tensor.layout is torch.sparse_coo:
-        return "sparse_coo", [size, tensor.is_coalesced()], [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        indices = [tensor.crow_indices(), tensor.col_indices()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        indices = [tensor.ccol_indices(), tensor.row_indices()]
-    else:
-        return None
-    return "sparse_compressed", [size, _name_of(tensor.layout)], [*indices, tensor.values()]
+        return "sparse_coo", [[*tensor.shape], tensor.is_coalesced()], inside
+    return "sparse_compressed", [[*tensor.shape], _name_of(tensor.layout)], inside
 
 
 def _coo(about: Any, inside: Sequence[Any]) -> torch.Tensor:
@@ -357,48 +361,34 @@ def _named(kind: type[Any]) -> Callable[[Any, Sequence[Any]], Any]:
     return named
 
 
-def _of_default(value: defaultdict[Any, Any]) -> Parts | None:
+def _of_default(value: defaultdict[Any, Any]) -> tuple[Any, Sequence[Any]] | None:
     factory = value.default_factory
-    return ("defaultdict", factory and factory.__name__, [dict(value)]) if is_factory(factory) else None
+    return (factory and factory.__name__, [dict(value)]) if is_factory(factory) else None
 
 
 _NAMES = (torch.dtype, torch.layout, torch.memory_format)
 
-_APART: dict[type[Any], Callable[[Any], Parts | None]] = {
-    list: lambda value: ("list", None, value),
-    tuple: lambda value: ("tuple", None, value),
-    dict: lambda value: ("dict", None, [*value.items()]),
-    OrderedDict: lambda value: ("ordered", None, [*value.items()]),
-    Counter: lambda value: ("counter", None, [dict(value)]),
-    defaultdict: _of_default,
-    deque: lambda value: ("deque", value.maxlen, value),
-    np.ndarray: _of_array,
-    torch.Generator: lambda value: ("generator", _device_name(value.device), [value.get_state()]),
-    torch.device: lambda value: ("device", _device_name(value), []),
-    torch.Size: lambda value: ("size", [*value], []),
-    **dict.fromkeys(_NAMES, lambda value: (type(value).__name__, _name_of(value), [])),
-}
-"""How values of these types are taken apart; tensors: see `parts_of`."""
-
-MAKE: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
-    "plain": lambda about, inside: about,
-    "list": lambda about, inside: [*inside],
-    "tuple": lambda about, inside: (*inside,),
-    "dict": lambda about, inside: dict(inside),
-    "ordered": lambda about, inside: OrderedDict(inside),
-    "counter": lambda about, inside: Counter(*inside),
-    "defaultdict": lambda about, inside: defaultdict(about and FACTORIES[about], *inside),
-    "deque": lambda about, inside: deque(inside, about),
-    "ndarray": _array,
-    "sparse_coo": _coo,
-    "sparse_compressed": _compressed,
-    _TRACEABLE: _traceable,
-    "generator": _generator,
-    "device": _device,
-    "size": lambda about, inside: torch.Size(about),
-    **{kind.__name__: _named(kind) for kind in _NAMES},
-}
-"""How values of these kinds are made again."""
+_KINDS: tuple[tuple[str, Any, Any, Callable[[Any, Sequence[Any]], Any]], ...] = (
+    ("plain", None, None, lambda about, inside: about),
+    ("list", list, lambda value: (None, value), lambda about, inside: [*inside]),
+    ("tuple", tuple, lambda value: (None, value), lambda about, inside: (*inside,)),
+    ("dict", dict, lambda value: (None, [*value.items()]), lambda about, inside: dict(inside)),
+    ("ordered", OrderedDict, lambda value: (None, [*value.items()]), lambda about, inside: OrderedDict(inside)),
+    ("counter", Counter, lambda value: (None, [dict(value)]), lambda about, inside: Counter(*inside)),
+    ("defaultdict", defaultdict, _of_default, lambda about, inside: defaultdict(about and FACTORIES[about], *inside)),
+    ("deque", deque, lambda value: (value.maxlen, value), lambda about, inside: deque(inside, about)),
+    ("ndarray", np.ndarray, _of_array, _array),
+    ("sparse_coo", None, None, _coo),
+    ("sparse_compressed", None, None, _compressed),
+    (_TRACEABLE, None, None, _traceable),
+    ("generator", torch.Generator, lambda value: (_device_name(value.device), [value.get_state()]), _generator),
+    ("device", torch.device, lambda value: (_device_name(value), []), _device),
+    ("size", torch.Size, lambda value: ([*value], []), lambda about, inside: torch.Size(about)),
+    *((kind.__name__, kind, lambda value: (_name_of(value), []), _named(kind)) for kind in _NAMES),
+)
+"""Name; type, and how a value of it is taken apart (None: see `parts_of`); how it is made again of these parts."""
+_BY_TYPE = {kind[1]: kind for kind in _KINDS if kind[1] is not None}
+MAKE = {name: make for name, _, _, make in _KINDS}
 
 _TORCHS = (torch.Tensor, np.ndarray, torch.Generator, torch.device, torch.Size, *_NAMES)
 """What takes a tree to be stored wherever it is, and their kin that cannot be stored."""

@@ -83,7 +83,8 @@ def _advance_leaf(before: Any, now: Any) -> tuple[Any, bool]:
         return (before, False) if same else (type(now)(now) if isinstance(now, _MADE_ANEW) else now, True)
     if what := problem_of(local_of(now)):
         raise UnstorableError(f"a tensor {what}", f"a tensor that {what}")
-    if before is not None and bytes_equal(before, now.detach()):
+    form = None if before is None else (before.shape, before.dtype, before.device)
+    if form == (now.shape, now.dtype, now.device) and _bytes(before) == _bytes(now):
         return before, False
     try:
         return now.detach().clone(), True
@@ -103,27 +104,26 @@ def _text(value: Any) -> str:
     return json.dumps(pack(value))
 
 
+def _nobody(here: Any) -> bool:
+    return False
+
+
 def overwrite_values(
     target: dict[Any, Any],
     value: dict[Any, Any],
     *,
     keep: bool = False,
     whole: Container[int] = (),
-    is_foreign: Callable[[Any], bool] | None = None,
+    is_foreign: Callable[[Any], bool] = _nobody,
 ) -> None:
     """Make `target` equal to `value`, order included; tensors, generators and dicts in it stay the same objects.
 
     keep: what is not in `value` was left out of it, and stays. whole, is_foreign: see `into`.
     """
-    made = {key: into(target.get(key), item, whole, is_foreign or _nobody) for key, item in value.items()}
+    made = {key: into(target.get(key), item, whole, is_foreign) for key, item in value.items()}
     kept = {key: item for key, item in target.items() if keep and key not in made}
     target.clear()
     target.update(made | kept)
-
-
-def _nobody(here: Any) -> bool:
-    """Nothing belongs to anything else."""
-    return False
 
 
 def into(here: Any, item: Any, whole: Container[int] = (), is_foreign: Callable[[Any], bool] = _nobody) -> Any:
@@ -183,11 +183,8 @@ def _same(here: Any, item: Any) -> bool:
         return False
 
 
-def bytes_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits (a NaN equals itself)."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    return (bytes_of(one) or staged_bytes(one)) == (bytes_of(other) or staged_bytes(other))
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return bytes_of(tensor) or staged_bytes(tensor)
 
 
 def put_gradient(parameter: torch.Tensor, data: torch.Tensor) -> None:

@@ -258,7 +258,7 @@ def test_a_snapshot_of_every_kind_is_a_copy() -> None:
 ])  # fmt: skip
 def test_a_forged_object_is_a_format_error(forged: list[Any]) -> None:
     with pytest.raises(FormatError):
-        put_together({"object": forged}, lambda name: torch.ones(1), "here")
+        put_together({"object": forged}, lambda node: torch.ones(1), "here")
 
 
 NAMES = ["tests.traceable", "Eighth", ["codes", "scale"], [2], [1]]
@@ -270,10 +270,10 @@ INNER = [{"tensor": "x", "dtype": "int8"}, {"tensor": "x", "dtype": "float32"}, 
     ["tests.traceable", "EighthMomentum", *NAMES[2:]], ["os", "system", *NAMES[2:]], [None, *NAMES[1:]], ["torch"],
 ])  # fmt: skip
 def test_a_tensor_of_a_class_that_is_not_here_is_told_before_anything_is_changed(about: list[Any]) -> None:
-    made = put_together({"object": ["traceable", NAMES, INNER]}, lambda name: torch.ones(2), "here")
+    made = put_together({"object": ["traceable", NAMES, INNER]}, lambda node: torch.ones(2), "here")
     assert type(made) is Eighth
     with pytest.raises(MismatchError):
-        put_together({"object": ["traceable", about, INNER]}, lambda name: torch.ones(2), "here")
+        put_together({"object": ["traceable", about, INNER]}, lambda node: torch.ones(2), "here")
 
     model, optimizer_8 = stepped()
     state = UnitView(model, optimizer_8).state()
@@ -467,7 +467,7 @@ def test_an_object_is_left_out_as_a_whole_and_keeps_its_own_state(error: Excepti
         document, _ = extras.store(snapshot)
         [reason] = document.left_out["mine"]
         assert "raised" in reason if error else reason == "extras['mine']['lock'] (_thread.lock) cannot be stored"
-        Extras({"mine": target, "other": other}).restore(read_again(document), lambda name: torch.ones(1))
+        Extras({"mine": target, "other": other}).restore(read_again(document), lambda node: torch.ones(1))
         assert target.state == {"n": 1}
         assert other == {"x": 3}
 
