@@ -164,7 +164,12 @@ def test_json_of_another_form_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_trees_that_are_none_are_refused() -> None:
-    for tree in ({}, {"tensor": 3}, {"list": 3}, {"dict": [["only a key"]]}, {"plain": 1, "list": []}, [1]):
+    trees: list[Any] = [
+        {}, {"tensor": 3}, {"list": 3}, {"dict": [["only a key"]]}, {"plain": 1, "list": []}, [1], {"tensor": "a"},
+        {"dict": [[[], {"plain": 1}]]}, {"dict": ["ab"]}, {"object": ["dict", None, []]}, {"object": [1, None, []]},
+        {"object": ["deque", None]}, {"object": ["deque", None, {}]}, {"other": []},
+    ]  # fmt: skip
+    for tree in trees:
         with pytest.raises(FormatError, match="here"):
             leaves(tree, "here")
     assert renamed({"tuple": [tensor("a", ())]}, str.upper, "here") == {"tuple": [tensor("A", ())]}
