@@ -101,7 +101,7 @@ class Extras:
                     f"{label}[{name!r}] is a {type(value).__name__}; give an object with state_dict() and "
                     "load_state_dict(), or a dict of plain values"
                 )
-            self._refuse_unstorable(name, value)
+            take_apart(_state_of(value), "x", f"{label}[{name!r}]")
         self._later: dict[str, OwnState] = {}
         self._told: set[str] = set()
         self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
@@ -308,10 +308,6 @@ class Extras:
         return history
 
     # ------------------------------------------------------------------ inside
-
-    def _refuse_unstorable(self, name: str, value: Any) -> None:
-        path = f"{self._label}[{name!r}]"
-        take_apart(_state_of(value), "x", path)
 
     def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
         known = before.states

@@ -16,9 +16,9 @@ import torch
 from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
+from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.state.group_copies import copies_differ
-from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
 
@@ -96,11 +96,10 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
         if key == "params":
             continue
         try:
-            tree, _ = take_apart(value, key, f"param_groups[...][{key!r}]")
+            refuse_unstorable(value, key)
         except UnstorableError:
             continue
-        if "plain" in tree:
-            found[key] = value
+        found[key] = value
     return found
 
 

@@ -16,8 +16,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
-from lastwords.optim_wrapper.tensors.tensor_tree import inner_names
-from lastwords.optim_wrapper.tensors.value_copies import ATOMS
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, inner_names
 from lastwords.sharding.dtensor import is_dtensor, local_of
 from lastwords.torch_private import non_persistent
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, dtype_named
 from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_json
 
 _ARRAY_KINDS = NUMPY_KINDS | {"U", "S"}
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_NESTED = (dict, list, tuple, deque, Mapping)
 _CURRENT = "current"
 _TRACEABLE = "traceable"
 
@@ -70,7 +72,7 @@ def take_apart(
     found: dict[str, NamedTensor] = {}
 
     def node(value: Any, name: str, path: str, levels: int) -> Tree:
-        if levels < 0 or not _takes_a_tree(value, levels):
+        if type(value) in ATOMS or levels < 0 or not (isinstance(value, _TORCHS) or _takes_a_tree(value, levels)):
             refuse_unstorable(value, path, levels)
             return {"plain": value}
         parts = parts_of(value)
@@ -81,12 +83,13 @@ def take_apart(
         kind, about, inside = parts
         refuse_unstorable(about, path)
         nodes: list[Any] = []
+        paired = kind in PAIRS
         for place, one in enumerate(inside):
-            key, item = one if kind in PAIRS else (place, one)
+            key, item = one if paired else (place, one)
             refuse_unstorable(key, f"{path} key")
             at = key if type(key) in (str, int) else place
             made = node(item, f"{name}.{at}", f"{path}[{key!r}]", levels - 1)
-            nodes.append([key, made] if kind in PAIRS else made)
+            nodes.append([key, made] if paired else made)
         return node_of(kind, about, nodes)
 
     def leaf(tensor: torch.Tensor, name: str, path: str) -> Tree:
@@ -113,19 +116,23 @@ def _printable(one: str) -> str:
     return one if one.isprintable() else one.encode("unicode_escape").decode()
 
 
-def leaves_of(value: Any, depth: int = DEPTH_MAX) -> Iterator[Any]:
+def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
     """What is inside of dicts, lists, tuples and deques, down to so many levels; values, no keys."""
-    inside = value.values() if isinstance(value, Mapping) else value
-    if not depth or not isinstance(value, Mapping | list | tuple | deque) or isinstance(value, torch.Size):
-        yield value
-        return
-    for one in inside:
-        yield from leaves_of(one, depth - 1)
+    if not depth or not isinstance(value, _NESTED) or isinstance(value, torch.Size):
+        return [value]
+    found: list[Any] = []
+    for one in value.values() if isinstance(value, dict | Mapping) else value:
+        if type(one) in ATOMS:
+            found.append(one)
+        else:
+            found += leaves_of(one, depth - 1)
+    return found
 
 
 def _takes_a_tree(value: Any, levels: int) -> bool:
     return any(
-        isinstance(one, _TORCHS) or (isinstance(one, set | frozenset) and _takes_a_tree([*one], levels))
+        type(one) not in ATOMS
+        and (isinstance(one, _TORCHS) or (isinstance(one, set | frozenset) and _takes_a_tree([*one], levels)))
         for one in leaves_of(value, levels)
     )
 

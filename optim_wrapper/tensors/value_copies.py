@@ -15,10 +15,9 @@ import torch
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes, writing
-from lastwords.optim_wrapper.tensors.tensor_tree import MAKE, inner_names, parts_of
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, MAKE, inner_names, parts_of
 from lastwords.sharding.dtensor import local_of
 
-ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _MADE_ANEW = (set, frozenset, bytearray)
 """Containers of nothing that can change."""
