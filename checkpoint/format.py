@@ -12,21 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, FormatError
-
-__all__ = [
-    "DTYPE_BITS",
-    "HEADER_BYTES_MAX",
-    "METADATA_KEY",
-    "TYPE_NAMES",
-    "Header",
-    "TensorSpec",
-    "decode_header",
-    "encode_header",
-    "file_order",
-    "refuse_unstorable",
-]
 
 METADATA_KEY = "lastwords"
 HEADER_BYTES_MAX = 100_000_000

@@ -21,7 +21,7 @@ from lastwords.checkpoint.versions import BUCKETS_VERSION, META_VERSION, SEVERAL
 from lastwords.errors import FormatError
 
 Tree = dict[str, Any]
-"""A value in which tensors are named: see `optim_wrapper.tensors.tensor_tree`."""
+"""A value in which tensors are named: see `state_trees`."""
 
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Holders = Annotated[Sequence[Rank], Meta(min_length=1)]

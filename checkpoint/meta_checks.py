@@ -8,7 +8,7 @@ Publication never asks: what it wrongly refused would be lost, and what a reader
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.format import DTYPE_BITS, TYPE_NAMES, TensorSpec
 from lastwords.checkpoint.meta import BucketRecord, InlineExtras, LocalMeta, MetaHead, UnitMeta
 from lastwords.checkpoint.run_facts import RunFacts
+from lastwords.checkpoint.state_trees import leaves
 from lastwords.checkpoint.versions import META_VERSION
 from lastwords.errors import FormatError
 
@@ -119,9 +120,7 @@ def _check_every_tensor_is_named(meta: UnitMeta, names: Names, prefix: str) -> N
     """
     own = (tree for _, _, tree in meta.optimizer_own)
     named = {
-        leaf["tensor"]
-        for tree in (*meta.groups, *meta.optimizer_state.values(), *own)
-        for leaf in _leaves(tree, "meta")
+        leaf["tensor"] for tree in (*meta.groups, *meta.optimizer_state.values(), *own) for leaf in leaves(tree, "meta")
     }
     for name in names:
         if named and name.startswith(prefix) and name not in named:
@@ -143,13 +142,8 @@ def _check_table(tree: Any, names: Names, path: str) -> None:
 
 def check_tree(tree: Any, names: Names | None, path: str) -> None:
     """FormatError unless it is a tree whose tensors are among `names`; None: they are not looked up."""
-    if not isinstance(tree, dict) or not tree:
-        raise _wrong(path, "is not a tree of values")
-    if "tensor" in tree:
-        _check_leaf(tree, names, path)
-        return
-    for node in _nodes(tree, path):
-        check_tree(node, names, path)
+    for leaf in leaves(tree, path):
+        _check_leaf(leaf, names, path)
 
 
 def _check_key(value: Any, path: str) -> None:
@@ -157,24 +151,6 @@ def _check_key(value: Any, path: str) -> None:
         hash(value)
     except TypeError:
         raise _wrong(path, "cannot be a key") from None
-
-
-def _nodes(tree: dict[str, Any], path: str) -> Iterator[Any]:
-    """Nodes directly inside."""
-    tag, body = next(iter(tree.items()))
-    tag = tag if len(tree) == 1 else "several tags"
-    if tag == "plain":
-        return
-    if tag in ("list", "tuple"):
-        yield from typed(body, list[Any], path)
-    elif tag in ("dict", "ordered"):
-        for key, node in typed(body, list[tuple[Any, Any]], path):
-            _check_key(key, path)
-            yield node
-    elif tag == "object":
-        yield from typed(body, tuple[str, Any, list[Any]], path)[2]
-    else:
-        raise _wrong(path, f"holds an unknown kind of value {tag!r}: written by a newer lastwords?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +219,8 @@ def _check_inline(inline: InlineExtras, path: str) -> None:
 def _check_value(tree: Any, tensors: Mapping[str, tuple[Sequence[int], bytes]], path: str) -> None:
     """A tree, and the bytes of the tensors that it names."""
     check_tree(tree, None, path)
-    for leaf in _leaves(tree, path):
+    for leaf in leaves(tree, path):
         stored = tensors.get(leaf["tensor"])
         size = _DTYPE_BYTES.get(leaf["dtype"])
         if stored is None or (size is not None and len(stored[1]) != size * math.prod(leaf["shape"])):
             raise _wrong(path, f"names the tensor {leaf['tensor']!r}, whose bytes are missing")
-
-
-def _leaves(tree: Any, path: str) -> Iterator[dict[str, Any]]:
-    if "tensor" in tree:
-        yield tree
-        return
-    for node in _nodes(tree, path):
-        yield from _leaves(node, path)

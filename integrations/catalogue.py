@@ -17,12 +17,12 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree
 from lastwords.checkpoint.reshard.saved_state import Saved, join, own_in_each
 from lastwords.checkpoint.reshard.saved_units import SavedUnit, buffers_of_ranks, units_of
-from lastwords.checkpoint.reshard.state_trees import keys_of, leaves, renamed
 from lastwords.checkpoint.reshard_plan import Divided, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, Target
+from lastwords.checkpoint.state_trees import OWN_TAGS, folded, keys_of, leaves, renamed
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
-from lastwords.optim_wrapper.tensors.tensor_tree import filled
+from lastwords.optim_wrapper.tensors.tensor_tree import MAKE
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _SHOWN_MAX = 8
@@ -295,9 +295,14 @@ def _seen(saved: Saved, units: Sequence[SavedUnit], path: str) -> Catalogue:
         shape = stored_shape(TensorSpec(name, divided.dtype, divided.shape), dtype)
         return Whole(name, dtype, shape, replace(divided, shards=tuple(shards)))
 
+    def made(kind: str, about: Any, inside: list[Any]) -> Any:
+        """Of an object (an array, say) the list of what is inside, or what is known about it."""
+        return MAKE[kind](about, inside) if kind in OWN_TAGS else inside or about
+
     def values(keys: Mapping[str, Tree]) -> dict[str, Any]:
         return {
-            key: filled(node, lambda name, leaf: whole_of(name, leaf["dtype"]), where) for key, node in keys.items()
+            key: folded(node, lambda leaf: whole_of(leaf["tensor"], leaf["dtype"]), made, where)
+            for key, node in keys.items()
         }
 
     found: dict[str, dict[str, Whole]] = {"model": {}, "buffer": {}}

@@ -24,7 +24,7 @@ from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
 from lastwords.checkpoint.lock_file import alone
-from lastwords.checkpoint.meta import ExtrasMeta, UnitMeta
+from lastwords.checkpoint.meta import ExtrasMeta, Tree, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish_new
 from lastwords.checkpoint.storable import unpack
@@ -35,7 +35,7 @@ from lastwords.integrations.dcp import MODEL, OPTIMIZER
 from lastwords.integrations.dcp_out import EXTENSION, About
 from lastwords.integrations.export import Progress
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, source_of, spec_of
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree, take_apart
+from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
 KeyPath = tuple[Any, ...]

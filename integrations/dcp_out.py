@@ -26,6 +26,7 @@ from lastwords.checkpoint.meta import ExtrasMeta, UnitMeta, json_of
 from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.reshard_plan import Divided, Shard
 from lastwords.checkpoint.slice_reader import SliceReader
+from lastwords.checkpoint.state_trees import leaves
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.versions import ABOUT_VERSION
 from lastwords.errors import CheckpointError, ConfigError, LastWordsError, StorageError
@@ -33,7 +34,6 @@ from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
 from lastwords.integrations.export import Progress, check_dtype
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, dtype_of_code
-from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 from lastwords.vocabulary import UNIT_REPLICATED
 
 EXTENSION = "lastwords"
@@ -184,9 +184,9 @@ def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
         meta = entry.meta
         states = {} if meta.extras is None else meta.extras.states
         dtypes = {
-            name: node["dtype"]
+            leaf["tensor"]: leaf["dtype"]
             for label, tree in states.items()
-            for name, node in tensor_nodes(tree, f"extras[{label!r}]").items()
+            for leaf in leaves(tree, f"extras[{label!r}]")
         }
         for spec in entry.tensors:
             if spec.name in dtypes:

@@ -13,8 +13,8 @@ from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, ExtrasMeta, Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_units import GROUPS, SavedUnit
-from lastwords.checkpoint.reshard.state_trees import keys_of, leaves, renamed, without_names
 from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards
+from lastwords.checkpoint.state_trees import keys_of, leaves, renamed, without_names
 from lastwords.errors import FormatError, MismatchError
 
 MOVED_BY_SCHEDULERS = frozenset({"lr", "momentum", "betas"})

@@ -14,7 +14,7 @@ from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.checkpoint.layout import LocalTensorName, parse_tensor_name
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import EMPTY_UNIT, Tree, UnitMeta
-from lastwords.checkpoint.reshard.state_trees import keys_of, renamed
+from lastwords.checkpoint.state_trees import keys_of, renamed
 from lastwords.errors import FormatError
 from lastwords.vocabulary import UNIT_REPLICATED
 

@@ -15,10 +15,10 @@ from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import Group, Saved, renumbered
-from lastwords.checkpoint.reshard.state_trees import leaves, mapped, renamed
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.reshard.strategy_needs import refuse_another_model
 from lastwords.checkpoint.reshard_plan import Divided, Shard, Slice, slices_for
+from lastwords.checkpoint.state_trees import leaves, renamed
 from lastwords.errors import FormatError
 
 Ranks = tuple[int, ...]
@@ -243,7 +243,7 @@ def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Ite
                 if node["tensor"] in holding.boxes:
                     pairs.append([key, _leaf(saved, node, holding.boxes[node["tensor"]], called)])
             elif fqn in holding.states:
-                pairs.append([key, mapped(node, lambda leaf: {**leaf, "tensor": called(leaf["tensor"])}, fqn)])
+                pairs.append([key, renamed(node, called, fqn)])
         if pairs or (fqn in holding.states and not keys):
             yield fqn, {"dict": pairs}
 

@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.tensors.tensor_places import (
     word_index,
     writes_in,
 )
-from lastwords.optim_wrapper.tensors.tree_objects import inner_names
+from lastwords.optim_wrapper.tensors.tensor_tree import inner_names
 from lastwords.sharding.dtensor import is_dtensor, local_of
 
 WORDS_MAX, WORDS_EACH_MAX = 512, 16

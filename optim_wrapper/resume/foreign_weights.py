@@ -13,7 +13,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import UnitMeta
+from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import (
     Reading,
@@ -24,7 +24,7 @@ from lastwords.optim_wrapper.resume.state_restore import (
 )
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, dtype_named
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 
 
 class ForeignWeights(Reading):

@@ -19,15 +19,14 @@ import torch
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import UnitMeta
+from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS, Group, Saved, join, options_of, renumbered
 from lastwords.checkpoint.reshard.saved_units import SavedUnit
-from lastwords.checkpoint.reshard.state_trees import leaves, renamed
 from lastwords.checkpoint.reshard_plan import Divided, Slice, check_shards, slices_for
+from lastwords.checkpoint.state_trees import leaves, renamed
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree
 from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
 from lastwords.sharding.pieces import Members, UnitTable
 

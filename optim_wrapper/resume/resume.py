@@ -14,7 +14,7 @@ from lastwords.checkpoint import load, starts
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Marks, StepDocument, groups_of
+from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Marks, StepDocument, Tree, groups_of
 from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement
 from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
 from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
@@ -441,7 +441,6 @@ class _ExtraTensors:
         if missing:
             raise FormatError(f"the extras name tensors that are not in the file: {', '.join(missing)}")
         self.specs = {name: known[name] for name in nodes}
-        self._nodes = nodes
         self._memory = {name: bytearray(spec.nbytes) for name, spec in self.specs.items()}
 
     @property
@@ -451,5 +450,5 @@ class _ExtraTensors:
     def into(self, spec: TensorSpec) -> memoryview:
         return memoryview(self._memory[spec.name])
 
-    def read(self, name: str) -> torch.Tensor:
-        return tensor_over(self._memory[name], dtype_named(self._nodes[name]["dtype"]), self._nodes[name]["shape"])
+    def read(self, node: Tree) -> torch.Tensor:
+        return tensor_over(self._memory[node["tensor"]], dtype_named(node["dtype"]), node["shape"])

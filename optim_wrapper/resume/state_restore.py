@@ -13,7 +13,7 @@ import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import UnitMeta
+from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.capture.buffers import BufferPlace, device_at, place_of, put
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     spec_of,
     tensor_over,
 )
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree, put_together, refuse_missing_classes, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_tree import put_together, tensor_nodes
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
 
 _SHOWN_MAX = 8
@@ -176,13 +176,11 @@ class RestorePlan(Reading):
             if parameter is None and not name.startswith("~"):
                 raise FormatError(f"the unit has optimizer state of {name!r}, which is not one of its parameters")
             for key, node in tree["dict"]:
-                refuse_missing_classes(node, f"optimizer.state[{name!r}][{key!r}]")
-                for stored, leaf in tensor_nodes(node, f"optimizer state of {name!r}").items():
+                for stored, leaf in tensor_nodes(node, f"optimizer.state[{name!r}][{key!r}]").items():
                     existing = current.get(key) if "tensor" in node else None
                     self._targets[stored] = self._state_tensor(stored, leaf, parameter, existing)
         for owner, _, tree in self._meta.optimizer_own:
             parameter = None if owner is None else self._names.parameters.get(owner)
-            refuse_missing_classes(tree, "the optimizer's state")
             for stored, leaf in tensor_nodes(tree, "the optimizer's state").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, parameter, None)
         for alias, first_name in self._meta.shared.items():
@@ -194,7 +192,6 @@ class RestorePlan(Reading):
             self._targets[alias] = other
         for g, tree in enumerate(self._meta.groups):
             first = next(iter(self._view.optimizer.param_groups[self._names.group_numbers[g]]["params"]), None)
-            refuse_missing_classes(tree, f"optimizer.param_groups[{g}]")
             for stored, leaf in tensor_nodes(tree, f"optimizer.param_groups[{g}]").items():
                 self._targets[stored] = self._state_tensor(stored, leaf, first, None)
 
@@ -265,10 +262,10 @@ class RestorePlan(Reading):
         restored: dict[Any, dict[str, Any]] = {}
         for name, tree in self._meta.optimizer_state.items():
             key = names.parameters.get(name, name.removeprefix("~"))
-            restored[key] = put_together(tree, self._targets.__getitem__, f"optimizer state of {name!r}")
+            restored[key] = put_together(tree, self._target_of, f"optimizer state of {name!r}")
         for owner, key, tree in self._meta.optimizer_own:
             target = key if owner is None else names.parameters[owner]
-            restored[target] = put_together(tree, self._targets.__getitem__, f"optimizer state of {owner or key!r}")
+            restored[target] = put_together(tree, self._target_of, f"optimizer state of {owner or key!r}")
         self._keep_left_out(restored)
         own = {id(parameter) for parameter in names.parameters.values()}
         for key in list(state):
@@ -279,6 +276,9 @@ class RestorePlan(Reading):
         for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
             fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
+
+    def _target_of(self, node: Tree) -> torch.Tensor:
+        return self._targets[node["tensor"]]
 
     def _keep_left_out(self, restored: dict[Any, dict[str, Any]]) -> None:
         """What could not be stored stays as the constructor has made it here, if it has."""
@@ -298,7 +298,7 @@ class RestorePlan(Reading):
 
 def fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:
     """Put stored hyperparameters into a param group."""
-    for key, value in put_together(tree, tensors.__getitem__, where).items():
+    for key, value in put_together(tree, lambda node: tensors[node["tensor"]], where).items():
         current = group.get(key)
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
             with torch.no_grad():

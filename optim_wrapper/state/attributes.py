@@ -52,9 +52,8 @@ from lastwords.optim_wrapper.state.object_walk import (
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, problem_of, staged_bytes, tensor_over
-from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart, tensor_nodes
-from lastwords.optim_wrapper.tensors.tree_objects import is_composite
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_tree import is_composite, leaves_of, out_of, put_together, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import into
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
@@ -579,16 +578,9 @@ def _said(own: OwnState) -> Any:
         return {}
 
 
-def _leaf_marks(told: Any, depth: int = 8) -> Iterator[Any]:
+def _leaf_marks(told: Any) -> list[Any]:
     """Marks of the atoms and tensors in nested containers."""
-    if depth and isinstance(told, Mapping):
-        for item in told.values():
-            yield from _leaf_marks(item, depth - 1)
-    elif depth and type(told) in (list, tuple, deque):
-        for item in told:
-            yield from _leaf_marks(item, depth - 1)
-    else:
-        yield _mark(told)
+    return [*map(_mark, leaves_of(told, 8))]
 
 
 def _packed(told: Any, path: str) -> tuple[Any, int]:
@@ -615,16 +607,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _value(stored: StoredValue, where: str) -> Any:
     """What was told. FormatError for what `_packed` has not made."""
     tree, tensors = stored
-    nodes = tensor_nodes(tree, where)
-
-    def read(name: str) -> torch.Tensor:
-        try:
-            shape, data = tensors[name]
-            return tensor_over(bytearray(data), dtype_named(nodes[name]["dtype"]), tuple(shape))
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise FormatError(f"{where} holds a tensor that is damaged: {error!r}") from error
-
-    return put_together(tree, read, where)
+    return put_together(tree, out_of(tensors, where), where)
 
 
 class _Putting:

@@ -15,7 +15,8 @@ import torch
 
 from lastwords.checkpoint.meta import ExtrasMeta, StoredMove
 from lastwords.optim_wrapper.state.own_state import OwnState
-from lastwords.optim_wrapper.tensors.value_copies import ATOMS, DICTS, advance
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS
+from lastwords.optim_wrapper.tensors.value_copies import DICTS, advance
 from lastwords.processor.recurrence import Forecast, Recurrence
 
 _DEPTH_MAX, _ITEMS_MAX = 4, 64

@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, Tree
 from lastwords.checkpoint.part import TensorSource
-from lastwords.checkpoint.reshard.state_trees import renamed
+from lastwords.checkpoint.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
@@ -40,8 +40,8 @@ from lastwords.optim_wrapper.state.extra_moves import (
     stored_moves,
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
-from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, dtype_named, source_of, spec_of, tensor_over
-from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, put_together, take_apart, tensor_nodes
+from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, source_of, spec_of
+from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, out_of, put_together, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import advance, overwrite_values
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Extras:
                     f"{label}[{name!r}] is a {type(value).__name__}; give an object with state_dict() and "
                     "load_state_dict(), or a dict of plain values"
                 )
-            self._refuse_unstorable(name, value)
+            take_apart(_state_of(value), "x", f"{label}[{name!r}]")
         self._own: dict[str, OwnState] = {}
         self._told: set[str] = set()
         self._stepped: frozenset[str] = frozenset()  # on resume, until a step has shown that the loop does so, too
@@ -263,8 +263,8 @@ class Extras:
 
     # ------------------------------------------------------------------ resume
 
-    def restore(self, meta: ExtrasMeta, read: Callable[[str], torch.Tensor]) -> ExtrasSnapshot:
-        """Put stored states back; `read(name)` gives a stored tensor. Returns the history they come with.
+    def restore(self, meta: ExtrasMeta, read: Callable[[Tree], torch.Tensor]) -> ExtrasSnapshot:
+        """Put stored states back; `read(node)` gives a stored tensor. Returns the history they come with.
 
         Raises MismatchError, before anything is changed, if the names differ.
         """
@@ -314,10 +314,6 @@ class Extras:
         return history
 
     # ------------------------------------------------------------------ inside
-
-    def _refuse_unstorable(self, name: str, value: Any) -> None:
-        path = f"{self._label}[{name!r}]"
-        take_apart(_state_of(value), "x", path)
 
     def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
         known = before.states
@@ -423,14 +419,7 @@ def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> InlineExtras:
 
 def restore_inline(extras: Extras, packed: InlineExtras) -> ExtrasSnapshot:
     """Inverse of `pack_inline`: puts the states back into the objects."""
-    nodes: dict[str, Mapping[str, Any]] = {}
-    for name, tree in packed.tree.states.items():
-        nodes |= tensor_nodes(tree, name)
-
-    def read(name: str) -> torch.Tensor:
-        return tensor_over(bytearray(packed.tensors[name][1]), dtype_named(nodes[name]["dtype"]), nodes[name]["shape"])
-
-    return extras.restore(packed.tree, read)
+    return extras.restore(packed.tree, out_of(packed.tensors, "local_extras"))
 
 
 def _is_loader(extra: Any) -> bool:

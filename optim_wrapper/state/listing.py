@@ -17,11 +17,9 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.joined_optimizer import state_of
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces
-from lastwords.optim_wrapper.tensors.tree_objects import inner_names
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, inner_names
 from lastwords.sharding.dtensor import is_dtensor, local_of
 from lastwords.torch_private import non_persistent
-
-_ATOMS = (int, float, bool, str, type(None))
 
 
 class Listing:
@@ -45,7 +43,7 @@ class Listing:
         return (
             all(type(state) is dict for state in states)
             and all(
-                type(one) in _ATOMS or (isinstance(one, torch.Tensor) and not inner_names(one))
+                type(one) in ATOMS or (isinstance(one, torch.Tensor) and not inner_names(one))
                 for state in states
                 for one in [*state.values()]
             )

@@ -16,7 +16,7 @@ import functools
 import random
 import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -39,7 +39,8 @@ from lastwords.optim_wrapper.state.running import (
     user_modules,
 )
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
-from lastwords.optim_wrapper.tensors.tree_objects import is_object, parts_of
+from lastwords.optim_wrapper.tensors.tensor_tree import parts_of
+from lastwords.optim_wrapper.tensors.value_copies import DICTS
 from lastwords.sharding.dtensor import local_of
 
 OBJECTS_MAX = 20_000
@@ -63,7 +64,6 @@ _DEPTH_MAX = 24
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEQUENCES = frozenset({list, tuple, deque})
 _CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict)
-_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 GENERATORS = (
     torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
     np.random.SeedSequence,
@@ -316,7 +316,7 @@ class Walk:
             return Place("", _kind(value))
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, path)
-        if kind in _SEQUENCES or kind in _DICTS or kind is set or kind is frozenset:
+        if kind in _SEQUENCES or kind in DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
         if issubclass(kind, GENERATORS):
             new = path and id(value) not in self._drawn and not _is_a_librarys(value)
@@ -342,7 +342,7 @@ class Walk:
             return Place(self._meet(path, value), _kind(value))
         if has(kind, "__next__", "fileno", "acquire"):
             return CODE
-        stored = parts_of(value) is not None if is_object(value) else is_storable(value)
+        stored = parts_of(value) is not None or is_storable(value)
         return value if stored else Place("", _kind(value))
 
     def _code(self, value: Any, path: str, depth: int) -> None:
@@ -404,7 +404,7 @@ class Walk:
             self.ended_at = self.ended_at or (path if self._items > ALL_ITEMS_MAX else "")
             return Place("", f"{kind.__name__} of {len(value)} {_samples(value)}")
         self._items += len(value)
-        if kind in _DICTS:
+        if kind in DICTS:
             if not all(map(self._is_key, [*value])):
                 return Place("", f"{kind.__name__} of {len(value)} with objects for keys")
             pairs = [
@@ -451,7 +451,7 @@ def variables(thread: int) -> dict[str, dict[str, Any]]:
 
 def _is_held(one: Any) -> bool:
     kind = type(one)
-    kept = kind in _SEQUENCES or kind in _DICTS or kind is set or issubclass(kind, torch.Tensor | np.ndarray)
+    kept = kind in _SEQUENCES or kind in DICTS or kind is set or issubclass(kind, torch.Tensor | np.ndarray)
     return (kept and kind is not tuple) or is_walked(one)
 
 
@@ -594,7 +594,7 @@ def _paths_in(told: Any) -> Iterator[str]:
     kind = type(told)
     if kind is Place:
         yield told.path
-    elif kind in _DICTS:
+    elif kind in DICTS:
         for pair in told.items():
             yield from _paths_in(pair)
     elif kind in _SEQUENCES:
@@ -610,8 +610,8 @@ def _samples(value: Any) -> str:
     elif kind is deque:
         found = [value[at] for at in (*range(_SAMPLES // 2), *range(-_SAMPLES // 2, 0))]
     else:
-        found = [*islice(value.items() if kind in _DICTS else value, _SAMPLES)]
-    return repr([one if kind in _DICTS or type(one) in _ATOMS else type(one).__name__ for one in found])[:1000]
+        found = [*islice(value.items() if kind in DICTS else value, _SAMPLES)]
+    return repr([one if kind in DICTS or type(one) in _ATOMS else type(one).__name__ for one in found])[:1000]
 
 
 def _sampled(array: np.ndarray[Any, Any]) -> str:

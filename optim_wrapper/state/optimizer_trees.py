@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.layout import unit_tensor_name
+from lastwords.checkpoint.meta import Tree
+from lastwords.checkpoint.state_trees import folded, node_of
 from lastwords.errors import UnstorableError
-from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, Tree, take_apart
+from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import copied
 from lastwords.sharding.dtensor import Box, is_dtensor, local_of
 
@@ -52,8 +54,7 @@ class OptimizerTrees:
         if sharded:
             _refuse_other_mesh(parameter, found)
         self.tensors += found
-        _unshare(node)
-        return node
+        return _unshared(node, path)
 
 
 def shared_in(
@@ -96,29 +97,28 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return (begin, begin + extent * local.element_size(), *form) if begin else None
 
 
-def _unshare(node: Tree) -> None:
-    """Plain lists and dicts in a tree become copies: a step's copy in the host's memory outlives the next update."""
-    [(tag, body), *_] = node.items()
-    if tag == "plain":
-        node["plain"] = copied(body)
-    elif tag != "tensor":
-        for inner in body[2] if tag == "object" else body:
-            _unshare(inner[1] if tag in ("dict", "ordered") else inner)
+def _unshared(tree: Tree, path: str) -> Tree:
+    """With copies of plain lists and dicts: a step's copy in the host's memory outlives the next update."""
+
+    def made(kind: str, about: Any, inside: list[Any]) -> Tree:
+        return node_of(kind, copied(about) if kind == "plain" else about, inside)
+
+    return folded(tree, dict, made, path)  # type: ignore[no-any-return]
 
 
 def generators_in(tree: Tree) -> set[str]:
     """Names of the tensors in a tree that are states of random generators.
 
-    >>> generators_in({"dict": [["noise", {"object": ["generator", "cpu", [{"tensor": "noise.0"}]]}]]})
+    >>> generators_in({"object": ["generator", "cpu", [{"tensor": "noise.0", "dtype": "uint8"}]]})
     {'noise.0'}
     """
-    [(tag, body), *_] = tree.items()
-    if tag == "object" and body[0] == "generator":
-        return {node["tensor"] for node in body[2]}
-    if tag in ("plain", "tensor"):
-        return set()
-    inside = body[2] if tag == "object" else [pair[1] for pair in body] if tag in ("dict", "ordered") else body
-    return set().union(*map(generators_in, inside))
+    found: set[str] = set()
+
+    def made(kind: str, about: Any, inside: list[Any]) -> None:
+        found.update(inside if kind == "generator" else ())
+
+    folded(tree, lambda node: node["tensor"], made, "the optimizer's state")
+    return found
 
 
 def is_usual(key: Any, state: Any) -> bool:

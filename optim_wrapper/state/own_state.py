@@ -15,8 +15,8 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.joined_optimizer import nested_in, state_of
-from lastwords.optim_wrapper.state.plain_values import copy_groups, leaves_of
-from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
+from lastwords.optim_wrapper.state.plain_values import copy_groups
+from lastwords.optim_wrapper.tensors.tensor_tree import leaves_of, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import copied, differ
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero

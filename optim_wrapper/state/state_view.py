@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import UnitMeta
+from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
@@ -38,8 +38,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     source_of,
     spec_of,
 )
-from lastwords.optim_wrapper.tensors.tensor_tree import Tree
-from lastwords.optim_wrapper.tensors.tree_objects import is_composite
+from lastwords.optim_wrapper.tensors.tensor_tree import is_composite
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import (

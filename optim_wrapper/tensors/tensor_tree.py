@@ -1,34 +1,46 @@
 """Nested Python values with tensors in them, taken apart for storage and put together again, exactly.
 
-A value becomes a *tree*: the same nesting in plain Python (see `lastwords.checkpoint.storable`), where each
-tensor is replaced by its name. A node is a dictionary with one tag:
-
-    {"plain": value}                  no tensor anywhere inside
-    {"tensor": name, "dtype": ..., "shape": ...}   one tensor, stored beside the tree under `name`;
-                            a DTensor's node has its "placements" and "global_shape" too, "shape" is of this rank's part
-    {"list" | "tuple": [nodes]}
-    {"dict" | "ordered": [[key, node], ...]}
-    {"object": [kind, about, [nodes]]}   see `tree_objects`
+A value becomes a tree (see `lastwords.checkpoint.state_trees`) and named tensors. What is neither plain nor simply a
+tensor is of a *kind* (a text), has plain values about it, and values inside, tensors among them: containers; numpy
+arrays; sparse tensors; tensors that are made of others (torch calls their classes traceable: quantized moments, say);
+torch's generators, its types, devices, shapes and layouts. Only what is listed here is ever made again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from lastwords.checkpoint.storable import DEPTH_MAX, refuse_unstorable, unstorable
-from lastwords.errors import FormatError
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, refuse_unsupported
-from lastwords.optim_wrapper.tensors.tree_objects import Parts, is_object, made_of, parts_of, refuse_missing_class
+from lastwords.checkpoint.meta import Tree
+from lastwords.checkpoint.state_trees import PAIRS, folded, node_of
+from lastwords.checkpoint.storable import (
+    DEPTH_MAX,
+    FACTORIES,
+    NUMPY_KINDS,
+    is_factory,
+    refuse_unstorable,
+    unstorable,
+)
+from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, dtype_named, refuse_unsupported, tensor_over
 from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_json
 
-Tree = dict[str, Any]
+_ARRAY_KINDS = NUMPY_KINDS | {"U", "S"}
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_NESTED = (dict, list, tuple, deque, Mapping)
+_CURRENT = "current"
+_TRACEABLE = "traceable"
 
-_ATOMS = (type(None), bool, int, float, str, bytes)
+
+Parts = tuple[str, Any, Sequence[Any]]
+"""What is stored in a value's place: its kind, plain values about it, and any values inside; of dicts pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,9 @@ class NamedTensor:
     tensor: torch.Tensor
     box: Box | None = None
     """Which part of a whole a plain tensor is, where that is known: a moment is the part that its parameter is."""
+
+
+# ---------------------------------------------------------------------- trees
 
 
 def take_apart(
@@ -55,139 +70,332 @@ def take_apart(
     [['lr', {'tensor': 'g.lr', 'dtype': 'float32', 'shape': []}], ['betas', {'plain': (0.9, 0.999)}]]
     """
     found: dict[str, NamedTensor] = {}
-    tree = _take_apart(value, name, path, found, 0, sharded)
-    if home is not None and any(item.tensor.device != home for item in found.values()):
-        apart = {item.name for item in found.values() if item.tensor.device != home}
-        _each_tensor(tree, lambda name, node: node.update(apart="cpu") if name in apart else None, path)
-    return tree, list(found.values())
 
-
-def _take_apart(value: Any, name: str, path: str, found: dict[str, NamedTensor], depth: int, sharded: bool) -> Tree:
-    if depth > DEPTH_MAX or not _holds_tensor(value, depth):
-        refuse_unstorable(value, path, DEPTH_MAX - depth)
-        return {"plain": value}
-    parts = parts_of(value)
-    if parts is not None:
-        return _object(parts, name, path, found, depth, sharded)
-    if isinstance(value, torch.Tensor):
-        return _leaf(value, name, path, found, sharded)
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return {kind.__name__: _nodes(value, name, path, found, depth, sharded)}
-    if kind is dict or kind is OrderedDict:
-        pairs = []
-        for place, (key, item) in enumerate(value.items()):
+    def node(value: Any, name: str, path: str, levels: int) -> Tree:
+        if type(value) in ATOMS or levels < 0 or not (isinstance(value, _TORCHS) or _takes_a_tree(value, levels)):
+            refuse_unstorable(value, path, levels)
+            return {"plain": value}
+        parts = parts_of(value)
+        if parts is None:
+            if isinstance(value, torch.Tensor):
+                return leaf(value, name, path)
+            raise unstorable(value, path, "" if isinstance(value, _TORCHS) else " with tensors inside")
+        kind, about, inside = parts
+        refuse_unstorable(about, path)
+        nodes: list[Any] = []
+        paired = kind in PAIRS
+        for place, one in enumerate(inside):
+            key, item = one if paired else (place, one)
             refuse_unstorable(key, f"{path} key")
-            inner = f"{name}.{key if type(key) in (str, int) else place}"
-            pairs.append([key, _take_apart(item, inner, f"{path}[{key!r}]", found, depth + 1, sharded)])
-        return {"dict" if kind is dict else "ordered": pairs}
-    raise unstorable(value, path, "" if is_object(value) else " with tensors inside")
+            at = key if type(key) in (str, int) else place
+            made = node(item, f"{name}.{at}", f"{path}[{key!r}]", levels - 1)
+            nodes.append([key, made] if paired else made)
+        return node_of(kind, about, nodes)
 
+    def leaf(tensor: torch.Tensor, name: str, path: str) -> Tree:
+        refuse_unsupported(tensor, path, sharded=sharded)
+        # Keys that differ may read alike ("1" and 1, or a dot inside), and a name has to be text that can be printed.
+        stored = unique = name if name.isprintable() else "".join(map(_printable, name))
+        number = 2
+        while unique in found:
+            unique, number = f"{stored}~{number}", number + 1
+        found[unique] = NamedTensor(unique, path, tensor)
+        tree: Tree = {"tensor": unique, "dtype": dtype_name(tensor.dtype), "shape": list(local_of(tensor).shape)}
+        if is_dtensor(tensor):
+            tree |= {"placements": placements_to_json(tensor), "global_shape": list(tensor.shape)}
+        if isinstance(tensor, torch.nn.Parameter):
+            tree["parameter"] = tensor.requires_grad
+        if home is not None and tensor.device != home:
+            tree["apart"] = "cpu"
+        return tree
 
-def _leaf(tensor: torch.Tensor, name: str, path: str, found: dict[str, NamedTensor], sharded: bool) -> Tree:
-    refuse_unsupported(tensor, path, sharded=sharded)
-    # Keys that differ may read alike ("1" and 1, or a dot inside), and a name has to be text that can be printed.
-    stored = unique = name if name.isprintable() else "".join(map(_printable, name))
-    number = 2
-    while unique in found:
-        unique, number = f"{stored}~{number}", number + 1
-    found[unique] = NamedTensor(unique, path, tensor)
-    node: Tree = {"tensor": unique, "dtype": dtype_name(tensor.dtype), "shape": list(local_of(tensor).shape)}
-    if is_dtensor(tensor):
-        node |= {"placements": placements_to_json(tensor), "global_shape": list(tensor.shape)}
-    if isinstance(tensor, torch.nn.Parameter):
-        node["parameter"] = tensor.requires_grad
-    return node
+    return node(value, name, path, DEPTH_MAX), list(found.values())
 
 
 def _printable(one: str) -> str:
     return one if one.isprintable() else one.encode("unicode_escape").decode()
 
 
-def _object(parts: Parts, name: str, path: str, found: dict[str, NamedTensor], depth: int, sharded: bool) -> Tree:
-    refuse_unstorable(parts.about, path)
-    return {"object": [parts.kind, parts.about, _nodes(parts.inside, name, path, found, depth, sharded)]}
+def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
+    """What is inside of dicts, lists, tuples and deques, down to so many levels; values, no keys."""
+    if not depth or not isinstance(value, _NESTED) or isinstance(value, torch.Size):
+        return [value]
+    found: list[Any] = []
+    for one in value.values() if isinstance(value, dict | Mapping) else value:
+        if type(one) in ATOMS:
+            found.append(one)
+        else:
+            found += leaves_of(one, depth - 1)
+    return found
 
 
-def _nodes(
-    values: Sequence[Any], name: str, path: str, found: dict[str, NamedTensor], depth: int, sharded: bool
-) -> list[Tree]:
-    return [
-        _take_apart(item, f"{name}.{index}", f"{path}[{index}]", found, depth + 1, sharded)
-        for index, item in enumerate(values)
-    ]
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    """Whether it takes a tree to store this: there is a tensor somewhere inside, or one of `tree_objects`."""
-    if isinstance(value, _ATOMS) or depth > DEPTH_MAX:
-        return False
-    if isinstance(value, torch.Tensor) or is_object(value):
-        return True
-    if isinstance(value, Mapping):
-        return any(_holds_tensor(item, depth + 1) for item in value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return any(_holds_tensor(item, depth + 1) for item in value)
-    return False
+def _takes_a_tree(value: Any, levels: int) -> bool:
+    return any(
+        type(one) not in ATOMS
+        and (isinstance(one, _TORCHS) or (isinstance(one, set | frozenset) and _takes_a_tree([*one], levels)))
+        for one in leaves_of(value, levels)
+    )
 
 
 def tensor_nodes(tree: Tree, where: str) -> dict[str, Tree]:
-    """Name -> node of every tensor in a tree, in order. FormatError for a foreign tree."""
+    """Name -> node of every tensor in a tree, in order. FormatError for a foreign tree.
+
+    MismatchError if something in it cannot be made in this process.
+    """
     nodes: dict[str, Tree] = {}
-    _each_tensor(tree, nodes.__setitem__, where)
+    folded(
+        tree,
+        lambda node: nodes.setdefault(node["tensor"], node),
+        lambda kind, about, _: _refuse_missing_class(kind, about, where),
+        where,
+    )
     return nodes
 
 
-def put_together(tree: Tree, tensor_of: Callable[[str], torch.Tensor], where: str) -> Any:
-    """What `take_apart` took apart; `tensor_of(name)` supplies the tensors. FormatError for a foreign tree."""
+def put_together(tree: Tree, tensor_of: Callable[[Tree], torch.Tensor], where: str) -> Any:
+    """What `take_apart` took apart; `tensor_of(node)` supplies the tensors.
 
-    def leaf(name: str, node: Tree) -> torch.Tensor:
-        tensor = tensor_of(name)
+    FormatError for a foreign tree, or of a device that is not here; MismatchError where a class is not here.
+    """
+
+    def leaf(node: Tree) -> torch.Tensor:
+        tensor = tensor_of(node)
         if "parameter" in node:
             return torch.nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
         return tensor
 
-    return _put_together(tree, leaf, where, made_of)
+    def made(kind: str, about: Any, inside: list[Any]) -> Any:
+        _refuse_missing_class(kind, about, where)
+        try:
+            return MAKE[kind](about, inside)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+            raise FormatError(
+                f"{where} holds a {kind!r} that cannot be made here ({error!r}): damaged, written by a newer "
+                "lastwords, or of a device that this process does not have"
+            ) from error
+
+    return folded(tree, leaf, made, where)
 
 
-def refuse_missing_classes(tree: Tree, where: str) -> None:
-    """MismatchError if something in a tree cannot be made in this process; FormatError for a foreign tree."""
-    _put_together(
-        tree, lambda name, node: None, where, lambda kind, about, _, at: refuse_missing_class(kind, about, at)
+def out_of(tensors: Mapping[str, tuple[Any, bytes]], where: str) -> Callable[[Tree], torch.Tensor]:
+    """For `put_together`: tensors out of their shapes and bytes, by name. FormatError for those that are damaged."""
+
+    def tensor_of(node: Tree) -> torch.Tensor:
+        try:
+            data = bytearray(tensors[node["tensor"]][1])
+            return tensor_over(data, dtype_named(node["dtype"]), tuple(node["shape"]))
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(f"{where} holds a tensor that is damaged: {error!r}") from error
+
+    return tensor_of
+
+
+# ---------------------------------------------------------------------- kinds
+
+
+def parts_of(value: Any) -> Parts | None:
+    """Parts of a container or an object of these kinds; None for any other value."""
+    kind = _BY_TYPE.get(type(value))
+    if kind is None:
+        return _of_traceable(value) or _of_sparse(value) if isinstance(value, torch.Tensor) else None
+    name, _, apart, _ = kind
+    parts = apart(value)
+    return None if parts is None else (name, *parts)
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> tuple[Any, Sequence[Any]] | None:
+    if array.dtype.kind not in _ARRAY_KINDS:
+        return None
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    flat = array.ravel(order=order)  # type: ignore[arg-type]
+    if not flat.flags.writeable:
+        flat = flat.copy()  # torch warns of memory that must not be written to
+    if flat.dtype.isnative and isinstance(getattr(torch, flat.dtype.name, None), torch.dtype):
+        elements = torch.from_numpy(flat)
+    else:
+        elements = torch.from_numpy(flat.view(np.uint8) if flat.dtype.itemsize else np.empty(0, np.uint8))
+    return [array.dtype.str, list(array.shape), order], [elements]
+
+
+def _array(about: Any, inside: Sequence[Any]) -> np.ndarray[Any, Any]:
+    text, shape, order = about
+    dtype = np.dtype(str(text))
+    if dtype.kind not in _ARRAY_KINDS or order not in ("C", "F"):
+        raise ValueError(text, order)
+    [elements] = inside
+    memory = elements.detach().cpu().contiguous().numpy()
+    if not dtype.itemsize or not math.prod(shape):
+        return np.empty(shape, dtype, order=order)
+    array: np.ndarray[Any, Any] = memory.view(np.uint8).view(dtype).copy().reshape(shape, order=order)
+    return array
+
+
+def inner_names(tensor: torch.Tensor) -> list[str]:
+    """Attributes with the tensors that this one is made of, if its class is traceable; none for any other tensor.
+
+    Nested tensors and DTensors are looked at elsewhere.
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not _is_traceable(kind):
+        return []
+    if is_dtensor(tensor) or tensor.is_nested:
+        return []
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [*names] if all(isinstance(getattr(tensor, name, None), torch.Tensor) for name in names) else []
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are not simply its elements: it is sparse, quantized, nested, or made of others."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return False
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or bool(inner_names(tensor))
+
+
+def _is_traceable(kind: Any) -> bool:
+    flatten, unflatten = (getattr(kind, name, None) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
+    return isinstance(kind, type) and issubclass(kind, torch.Tensor) and callable(flatten) and callable(unflatten)
+
+
+def _of_traceable(tensor: torch.Tensor) -> Parts | None:
+    """None as well where a function has made the class: its name does not lead to it."""
+    if not (names := inner_names(tensor)):
+        return None
+    kind = type(tensor)
+    about = [kind.__module__, kind.__qualname__, names, list(tensor.shape), list(tensor.stride())]
+    if _class_of(about) is not kind:
+        return None
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return _TRACEABLE, about, [*(getattr(tensor, name) for name in names), context]
+
+
+def _traceable(about: Any, inside: Sequence[Any]) -> torch.Tensor:
+    _, _, names, size, stride = about
+    *tensors, context = inside
+    kind: Any = _class_of(about)
+    made: torch.Tensor = kind.__tensor_unflatten__(
+        dict(zip(names, tensors, strict=True)), context, torch.Size(size), tuple(stride)
+    )
+    return made
+
+
+def _class_of(about: Any) -> type[Any] | None:
+    """The traceable class of this name, in a module that this process has imported by itself; None if there is none."""
+    try:
+        module, name, *_ = about
+        found: Any = sys.modules[module]
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return found if _is_traceable(found) else None
+
+
+def _refuse_missing_class(kind: Any, about: Any, where: str) -> None:
+    if kind == _TRACEABLE and isinstance(about, list) and _class_of(about) is None:
+        name = ".".join(map(str, about[:2]))
+        raise MismatchError(
+            f"{where} holds a {name}, and no module that has been imported here has a traceable tensor class of that "
+            "name; import it before resume()",
+            different={where: name},
+        )
+
+
+_INSIDE: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+def _of_sparse(tensor: torch.Tensor) -> Parts | None:
+    if (names := _INSIDE.get(tensor.layout)) is None:
+        return None
+    tensor = tensor.detach()
+    inside = [getattr(tensor, name)() for name in names]
+    if tensor.layout is torch.sparse_coo:
+        return "sparse_coo", [[*tensor.shape], tensor.is_coalesced()], inside
+    return "sparse_compressed", [[*tensor.shape], _name_of(tensor.layout)], inside
+
+
+def _coo(about: Any, inside: Sequence[Any]) -> torch.Tensor:
+    size, coalesced = about
+    indices, values = inside
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=bool(coalesced), check_invariants=True)
+
+
+def _compressed(about: Any, inside: Sequence[Any]) -> torch.Tensor:
+    size, layout = about
+    compressed, plain, values = inside
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=_named(torch.layout)(layout, ()), check_invariants=True
     )
 
 
-def filled(tree: Tree, leaf: Callable[[str, Tree], Any], where: str) -> Any:
-    """The value of a tree with `leaf(name, node)` in each tensor's place. FormatError for a foreign tree.
-
-    An object (an array, say) is not made: the list of what is inside stands in its place, or what is known about it.
-    """
-    return _put_together(tree, leaf, where, lambda _kind, about, inside, _where: inside or about)
-
-
-def _each_tensor(tree: Tree, see: Callable[[str, Tree], object], where: str) -> None:
-    filled(tree, see, where)
+def _device_name(device: torch.device) -> str:
+    """Each rank has its own accelerator: what is on the writer's is on the reader's when it is read."""
+    accelerator = torch.accelerator.current_accelerator()
+    on_it = accelerator is not None and device.type == accelerator.type and device.index is not None
+    if on_it and device.index == torch.accelerator.current_device_index():
+        return f"{device.type}:{_CURRENT}"
+    return str(device)
 
 
-def _put_together(
-    tree: Any, leaf: Callable[[str, Tree], Any], where: str, made: Callable[[Any, Any, list[Any], str], Any]
-) -> Any:
-    if not isinstance(tree, dict) or not tree:
-        raise FormatError(f"{where} is not a tree of values: damaged, or written by a newer lastwords")
-    if "tensor" in tree:
-        if not isinstance(tree["tensor"], str) or not isinstance(tree.get("dtype"), str):
-            raise FormatError(f"{where} names no tensor: damaged, or written by a newer lastwords")
-        return leaf(tree["tensor"], tree)
-    [(tag, body)] = tree.items() if len(tree) == 1 else [("several tags", None)]
-    if tag == "plain":
-        return body
-    if tag in ("list", "tuple") and isinstance(body, list):
-        items = [_put_together(item, leaf, where, made) for item in body]
-        return items if tag == "list" else tuple(items)
-    if tag in ("dict", "ordered") and isinstance(body, list) and all(isinstance(p, list) and len(p) == 2 for p in body):
-        pairs = [(key, _put_together(item, leaf, where, made)) for key, item in body]
-        return dict(pairs) if tag == "dict" else OrderedDict(pairs)
-    if tag == "object" and isinstance(body, list) and len(body) == 3 and isinstance(body[2], list):
-        kind, about, nodes = body
-        return made(kind, about, [_put_together(item, leaf, where, made) for item in nodes], where)
-    raise FormatError(f"{where} holds an unknown kind of value {tag!r}: damaged, or written by a newer lastwords")
+def _device(about: Any, inside: Sequence[Any] = ()) -> torch.device:
+    kind, _, index = str(about).partition(":")
+    if index == _CURRENT:
+        return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device(str(about))
+
+
+def _generator(about: Any, inside: Sequence[Any]) -> torch.Generator:
+    made = torch.Generator(_device(about))
+    [state] = inside
+    made.set_state(state.cpu())
+    return made
+
+
+def _name_of(one: Any) -> str:
+    return str(one).removeprefix("torch.")
+
+
+def _named(kind: type[Any]) -> Callable[[Any, Sequence[Any]], Any]:
+    def named(about: Any, inside: Sequence[Any]) -> Any:
+        found = getattr(torch, str(about))
+        if type(found) is not kind:
+            raise ValueError(about)
+        return found
+
+    return named
+
+
+def _of_default(value: defaultdict[Any, Any]) -> tuple[Any, Sequence[Any]] | None:
+    factory = value.default_factory
+    return (factory and factory.__name__, [dict(value)]) if is_factory(factory) else None
+
+
+_NAMES = (torch.dtype, torch.layout, torch.memory_format)
+
+_KINDS: tuple[tuple[str, Any, Any, Callable[[Any, Sequence[Any]], Any]], ...] = (
+    ("plain", None, None, lambda about, inside: about),
+    ("list", list, lambda value: (None, value), lambda about, inside: [*inside]),
+    ("tuple", tuple, lambda value: (None, value), lambda about, inside: (*inside,)),
+    ("dict", dict, lambda value: (None, [*value.items()]), lambda about, inside: dict(inside)),
+    ("ordered", OrderedDict, lambda value: (None, [*value.items()]), lambda about, inside: OrderedDict(inside)),
+    ("counter", Counter, lambda value: (None, [dict(value)]), lambda about, inside: Counter(*inside)),
+    ("defaultdict", defaultdict, _of_default, lambda about, inside: defaultdict(about and FACTORIES[about], *inside)),
+    ("deque", deque, lambda value: (value.maxlen, value), lambda about, inside: deque(inside, about)),
+    ("ndarray", np.ndarray, _of_array, _array),
+    ("sparse_coo", None, None, _coo),
+    ("sparse_compressed", None, None, _compressed),
+    (_TRACEABLE, None, None, _traceable),
+    ("generator", torch.Generator, lambda value: (_device_name(value.device), [value.get_state()]), _generator),
+    ("device", torch.device, lambda value: (_device_name(value), []), _device),
+    ("size", torch.Size, lambda value: ([*value], []), lambda about, inside: torch.Size(about)),
+    *((kind.__name__, kind, lambda value: (_name_of(value), []), _named(kind)) for kind in _NAMES),
+)
+"""Name; type, and how a value of it is taken apart (None: see `parts_of`); how it is made again of these parts."""
+_BY_TYPE = {kind[1]: kind for kind in _KINDS if kind[1] is not None}
+MAKE = {name: make for name, _, _, make in _KINDS}
+
+_TORCHS = (torch.Tensor, np.ndarray, torch.Generator, torch.device, torch.Size, *_NAMES)
+"""What takes a tree to be stored wherever it is, and their kin that cannot be stored."""

@@ -12,9 +12,9 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import join
 from lastwords.checkpoint.reshard.saved_units import SavedUnit, placed, read_unit
-from lastwords.checkpoint.reshard.state_trees import mapped, renamed
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.reshard.transform_plan import by_holders, meta_of, planned, whole_strategy
+from lastwords.checkpoint.state_trees import leaves, renamed
 from lastwords.errors import FormatError, MismatchError
 from tests import golden
 
@@ -164,7 +164,12 @@ def test_json_of_another_form_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_trees_that_are_none_are_refused() -> None:
-    for tree in ({}, {"tensor": 3}, {"list": 3}, {"dict": [["only a key"]]}, {"plain": 1, "list": []}, [1]):
+    trees: list[Any] = [
+        {}, {"tensor": 3}, {"list": 3}, {"dict": [["only a key"]]}, {"plain": 1, "list": []}, [1], {"tensor": "a"},
+        {"dict": [[[], {"plain": 1}]]}, {"dict": ["ab"]}, {"object": ["dict", None, []]}, {"object": [1, None, []]},
+        {"object": ["deque", None]}, {"object": ["deque", None, {}]}, {"other": []},
+    ]  # fmt: skip
+    for tree in trees:
         with pytest.raises(FormatError, match="here"):
-            mapped(tree, dict, "here")
-    assert renamed({"tuple": [{"tensor": "a"}]}, str.upper, "here") == {"tuple": [{"tensor": "A"}]}
+            leaves(tree, "here")
+    assert renamed({"tuple": [tensor("a", ())]}, str.upper, "here") == {"tuple": [tensor("A", ())]}

@@ -65,7 +65,8 @@ def through_storage(extras: Extras, snapshot: ExtrasSnapshot) -> tuple[Any, Call
         "BOOL": torch.bool,
     }
 
-    def read(name: str) -> torch.Tensor:
+    def read(node: dict[str, Any]) -> torch.Tensor:
+        name = node["tensor"]
         tensor = torch.empty(specs[name].shape, dtype=dtypes[specs[name].dtype])
         if tensor.numel():
             tensor.view(-1).view(torch.uint8).copy_(torch.tensor(list(stored[name]), dtype=torch.uint8))

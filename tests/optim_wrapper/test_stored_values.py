@@ -96,6 +96,7 @@ VALUES = st.recursive(
         | st.dictionaries(st.sampled_from(["1", 1, "a", "a.b", "/", ""]), inner, max_size=4)
         | st.builds(deque, st.lists(inner, max_size=3), st.none() | st.integers(0, 3))
         | st.dictionaries(KEYS, inner, max_size=2).map(lambda items: defaultdict(list, items))
+        | st.dictionaries(KEYS, TENSORS, max_size=2).map(Counter)
     ),
     max_leaves=8,
 )
@@ -258,7 +259,7 @@ def test_a_snapshot_of_every_kind_is_a_copy() -> None:
 ])  # fmt: skip
 def test_a_forged_object_is_a_format_error(forged: list[Any]) -> None:
     with pytest.raises(FormatError):
-        put_together({"object": forged}, lambda name: torch.ones(1), "here")
+        put_together({"object": forged}, lambda node: torch.ones(1), "here")
 
 
 NAMES = ["tests.traceable", "Eighth", ["codes", "scale"], [2], [1]]
@@ -270,10 +271,10 @@ INNER = [{"tensor": "x", "dtype": "int8"}, {"tensor": "x", "dtype": "float32"}, 
     ["tests.traceable", "EighthMomentum", *NAMES[2:]], ["os", "system", *NAMES[2:]], [None, *NAMES[1:]], ["torch"],
 ])  # fmt: skip
 def test_a_tensor_of_a_class_that_is_not_here_is_told_before_anything_is_changed(about: list[Any]) -> None:
-    made = put_together({"object": ["traceable", NAMES, INNER]}, lambda name: torch.ones(2), "here")
+    made = put_together({"object": ["traceable", NAMES, INNER]}, lambda node: torch.ones(2), "here")
     assert type(made) is Eighth
     with pytest.raises(MismatchError):
-        put_together({"object": ["traceable", about, INNER]}, lambda name: torch.ones(2), "here")
+        put_together({"object": ["traceable", about, INNER]}, lambda node: torch.ones(2), "here")
 
     model, optimizer_8 = stepped()
     state = UnitView(model, optimizer_8).state()
@@ -467,7 +468,7 @@ def test_an_object_is_left_out_as_a_whole_and_keeps_its_own_state(error: Excepti
         document, _ = extras.store(snapshot)
         [reason] = document.left_out["mine"]
         assert "raised" in reason if error else reason == "extras['mine']['lock'] (_thread.lock) cannot be stored"
-        Extras({"mine": target, "other": other}).restore(read_again(document), lambda name: torch.ones(1))
+        Extras({"mine": target, "other": other}).restore(read_again(document), lambda node: torch.ones(1))
         assert target.state == {"n": 1}
         assert other == {"x": 3}
 
@@ -513,6 +514,34 @@ def test_unstorable_optimizer_state_is_left_out_and_what_is_there_on_resume_stay
     assert restored.state[model_2.weight]["bad"] == "its own"
     assert "stale" not in restored.state[model_2.weight]
     assert restored.param_groups[0]["fn"] is sum
+
+
+class Named(dict[str, Any]):
+    """Would come back as a mere dict."""
+
+
+class Lined(list[Any]):
+    """As a mere list."""
+
+
+@pytest.mark.parametrize("value", [
+    Named(a=1), Named(a=torch.ones(1)), Lined([1]), Lined([torch.ones(1)]), UNSTORABLE["objects"][0],
+    np.ones(2).view(np.matrix), np.zeros(1, "V4"), defaultdict(lambda: 1), {torch.ones(1)},
+], ids=lambda value: type(value).__name__)  # fmt: skip
+@pytest.mark.parametrize("inside", [lambda value: value, lambda value: [value], lambda value: {"a": (value,)}])
+def test_what_would_come_back_as_something_else_is_neither_copied_nor_taken_apart(value: Any, inside: Any) -> None:
+    with pytest.raises(UnstorableError):
+        advance(None, inside(value))
+    with pytest.raises(UnstorableError):
+        take_apart(inside(value), "x", "extras")
+
+
+def test_a_conjugated_tensor_moves_when_it_does_and_not_before() -> None:
+    live = torch.ones(2, dtype=torch.complex64).conj()
+    before, _ = advance(None, live)
+    assert advance(before, live) == (before, False)
+    live.imag.add_(1)
+    assert advance(before, live)[1]
 
 
 def test_take_apart_still_refuses() -> None:
