@@ -288,6 +288,10 @@ class TrainerSource:
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         """Rank-local state of ranks of this host at `step`, dead or alive, read from their black boxes."""
+        with self._reader.aside():  # whatever is looked at beside that, on a device, waits for no collective
+            return self._local_states(ranks, step)
+
+    def _local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         states = {rank: self._local_state(rank, step) for rank in ranks}
         ended = self._snapshot is not None and self._snapshot.step == step
         new = [*self._attributes.unseen(), *(sorted(self._attributes.moved_since()) if ended else ())]
@@ -313,7 +317,8 @@ class TrainerSource:
 
     def facts(self, step: int) -> dict[str, Any]:
         """Facts of the run up to `step`, for the manifest."""
-        return self._facts(step)
+        with self._reader.aside():
+            return self._facts(step)
 
     # ------------------------------------------------------------------ inside
 

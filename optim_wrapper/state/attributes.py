@@ -136,7 +136,7 @@ class Attributes:
         self._with_variables = variables
         self._apart = frozenset(map(id, apart))
         self._extras = [one for one in apart if not isinstance(one, OptTFTWrapper)]  # which would be a cycle
-        self._beside = Beside(_mark)
+        self._beside = Beside(lambda told: _mark(told, reads_devices=False))
         self._thread = 0
         self._variables: dict[str, dict[str, int]] = {}
         """Of the functions that run the loop: the objects that their variables held when it began."""
@@ -530,13 +530,13 @@ def names_in(attributes: Any) -> set[str]:
     return {f"{path}.{key}" for path, keys in (attributes or {}).items() for key in keys}
 
 
-def _mark(told: Any) -> Any:
-    """What differs where this differs."""
+def _mark(told: Any, *, reads_devices: bool = True) -> Any:
+    """What differs where this differs. reads_devices: else torch's count of writes stands for a tensor there."""
     kind = type(told)
     if kind in (int, str, bytes, bool, type(None)):
         return kind, told
     try:
-        packed, _ = _packed(told, "")
+        packed, _ = _packed(told, "", reads_devices=reads_devices)
     except UnstorableError as error:
         return error.reason
     return xxhash.xxh3_128_digest(json.dumps(packed).encode())
@@ -583,11 +583,15 @@ def _leaf_marks(told: Any) -> list[Any]:
     return [*map(_mark, leaves_of(told, 8))]
 
 
-def _packed(told: Any, path: str) -> tuple[Any, int]:
-    """A `StoredValue` in JSON, and about how large it is. UnstorableError; of large tensors only marks are taken."""
+def _packed(told: Any, path: str, *, reads_devices: bool = True) -> tuple[Any, int]:
+    """A `StoredValue` in JSON, and about how large it is. UnstorableError; of large tensors only marks are taken.
+
+    reads_devices: else likewise of those that lie on one.
+    """
     tree, tensors = take_apart(told, "x", path)
     nbytes = sum(one.tensor.nbytes for one in tensors)
-    if nbytes > EACH_BYTES_MAX:
+    away = not reads_devices and any(one.tensor.device.type != "cpu" for one in tensors)
+    if nbytes > EACH_BYTES_MAX or away:
         marks = [
             (str(one.tensor.shape), one.tensor.data_ptr(), _version(one.tensor), _sampled(one.tensor))
             for one in tensors

@@ -166,6 +166,22 @@ def test_what_the_writer_asks_of_a_device_goes_to_the_readers_stream() -> None:
         assert bytes(staged_bytes(OnDevice(tensor, device))) == bytes(staged_bytes(tensor))
 
 
+def test_what_the_writer_looks_at_beside_the_weights_waits_for_no_collective_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Variables and attributes may be tensors on the device: read on its current stream, nothing is ever saved."""
+    tensor, device = torch.randn(4), Device()
+    state: Any = object.__new__(source.TrainerSource)
+    state._reader = reader(device)
+
+    def look(*_: object) -> dict[str, bytes]:
+        return {"seen": bytes(staged_bytes(OnDevice(tensor, device)))}
+
+    state._facts = look
+    monkeypatch.setattr(source.TrainerSource, "_local_states", look)
+    assert state.facts(1) == state.local_states([0], 1) == {"seen": bytes(staged_bytes(tensor))}
+
+
 def test_a_job_on_the_cpu_has_neither_streams_nor_pinned_memory() -> None:
     transposed = torch.randn(3, 2).t()
     assert bytes(device_reader.reader_for([transposed])(transposed)) == bytes(staged_bytes(transposed))
