@@ -63,6 +63,7 @@ class _Words:
         # In an incident nothing is allocated on a device: that may wait for all that the device has to do.
         self._now = torch.empty(len(places), dtype=torch.uint8, device=device)
         self._differs = torch.empty_like(self._now, dtype=torch.bool)
+        self.changed(self.take())  # a kernel that runs for the first time is loaded, which waits for the device as well
 
     def take(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """As they are when the current stream has got here; of the tensors in between only."""
