@@ -45,6 +45,7 @@ from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.state import extra_digests, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved, saved_in
+from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
@@ -125,11 +126,16 @@ def resume_from(
         _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
         for reason in resumed.reasons:
             _log.warning("lastwords: not exact, because %s", reason)
-        if names := resumed.beside:
+        names = [name for name in resumed.beside if not name.startswith(UNSEEN)]
+        if len(names) < len(resumed.beside):
+            _log.info(
+                "what the saved run's loop had changed beside its state is not all known: it took too long to look"
+            )
+        if names:
             more = f" and {len(names) - _BESIDE_SHOWN} more" if len(names) > _BESIDE_SHOWN else ""
             _log.warning(
-                "lastwords: the saved run's loop had changed %s%s, which no checkpoint has: what of it the loop reads "
-                "belongs into extras",
+                "lastwords: the saved run's loop had changed %s%s, which no checkpoint has: what of it the loop "
+                "reads belongs into extras",
                 ", ".join(names[:_BESIDE_SHOWN]),
                 more,
             )

@@ -97,7 +97,10 @@ class Beside:
         return {name: self._marks_of(cell.told) for name, cell in look.cells.items() if cell.told is not CODE}
 
 
-_TOO_SLOW = f"what cannot be looked at in {SLOW_S * 1e3:.0f} ms"
+UNSEEN = "what cannot be looked at"
+"""Begins what stands in a name's place."""
+
+_TOO_SLOW = f"{UNSEEN} in {SLOW_S * 1e3:.0f} ms"
 
 
 class _Everything(Beyond):
