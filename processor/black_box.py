@@ -221,7 +221,7 @@ class BlackBox:
         """Leave a region out of all copies begun from now on."""
         self._set_present(name, 0)
 
-    def holds(self, slot: int, name: str) -> bool:
+    def has_in(self, slot: int, name: str) -> bool:
         """Whether the copy in `slot` has this region. Any thread, while nothing is written there."""
         place = self._map.slots[slot]
         return name in place.regions and bool(self._bytes[place.present_at + place.regions[name].index])

@@ -270,7 +270,7 @@ class BoxTensors:
     def held(self, slot: int | None) -> frozenset[str]:
         """What is in the copy in a slot."""
         box = self._box
-        return frozenset(name for name in self._kept if box is not None and slot is not None and box.holds(slot, name))
+        return frozenset(name for name in self._kept if box is not None and slot is not None and box.has_in(slot, name))
 
     # ------------------------------------------------------------------ Capture
 
