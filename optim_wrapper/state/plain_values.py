@@ -29,6 +29,7 @@ from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
 from lastwords.checkpoint.storable import DEPTH_MAX, NUMPY_KINDS, is_storable, pack, unpack
 from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS
 from lastwords.optim_wrapper.tensors.value_copies import copied, differ, is_fixed
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -37,6 +38,8 @@ KEPT_MAX = 64
 
 _NUMBERS = frozenset({bool, int, float, complex, str, type(None)})
 _EQUAL = _NUMBERS | {bytes}
+_LEAVES = _EQUAL | {torch.Tensor, torch.nn.Parameter}
+"""Known as such at once: to ask whether a tensor is a list takes ten times as long."""
 _LISTS = (list, tuple, dict, deque)
 _INSIDE = (*_LISTS, torch.Generator)
 """What is looked into; of a generator its state counts."""
@@ -121,7 +124,7 @@ class PlainValues:
         if not self._fixed or len(groups) != len(self._seen) or not all(map(_is_as_seen, groups, self._seen)):
             self._seen = [([*group], [*group.values()]) for group in groups]
             self._copies = copy_groups(self._optimizer)
-            self._fixed = all(map(is_fixed, chain.from_iterable(map(dict.values, self._copies))))
+            self._fixed = all(is_fixed(one) for copy in self._copies for one in copy.values() if type(one) not in ATOMS)
         return self._copies
 
     def take(self, step: int) -> None:
@@ -212,7 +215,10 @@ class PlainValues:
 def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Hyperparameters of every group, without the parameters: nothing changes the copies later."""
     groups = optimizer.param_groups
-    return [{key: copied(value) for key, value in group.items() if key != "params"} for group in groups]
+    return [
+        {key: one if type(one) in ATOMS else copied(one) for key, one in group.items() if key != "params"}
+        for group in groups
+    ]
 
 
 def _is_as_seen(group: Mapping[str, Any], seen: tuple[list[str], list[Any]]) -> bool:
@@ -335,7 +341,7 @@ def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
     >>> leaves_of([1, {"a": (2,)}])
     [<class 'list'>, 1, <class 'dict'>, 'a', <class 'tuple'>, 2, <class 'type'>, <class 'type'>, <class 'type'>]
     """
-    if type(value) in _EQUAL:
+    if type(value) in _LEAVES:
         return [value]
     if isinstance(value, torch.Generator):
         return [value.get_state().numpy().tobytes()]
@@ -343,7 +349,7 @@ def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
         return [value]
     found: list[Any] = [type(value)]
     for one in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
-        if type(one) not in _EQUAL and isinstance(one, _INSIDE):
+        if type(one) not in _LEAVES and isinstance(one, _INSIDE):
             found += leaves_of(one, depth - 1)
         else:
             found.append(one)

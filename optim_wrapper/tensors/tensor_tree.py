@@ -35,6 +35,7 @@ from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_
 _ARRAY_KINDS = NUMPY_KINDS | {"U", "S"}
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _NESTED = (dict, list, tuple, deque, Mapping)
+_SINGLE = ATOMS | {torch.Tensor, torch.nn.Parameter}
 _CURRENT = "current"
 _TRACEABLE = "traceable"
 
@@ -122,7 +123,7 @@ def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
         return [value]
     found: list[Any] = []
     for one in value.values() if isinstance(value, dict | Mapping) else value:
-        if type(one) in ATOMS:
+        if type(one) in _SINGLE:
             found.append(one)
         else:
             found += leaves_of(one, depth - 1)
