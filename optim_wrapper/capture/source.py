@@ -102,6 +102,7 @@ class TrainerSource:
         self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
         self._snapshot: Snapshot | None = None
         self._before: Snapshot | None = None
+        self._copied: Snapshot | None = None
         self._next_position: Position | None = None
         self._watch = watch
         self._ends_epoch = ends_epoch
@@ -126,6 +127,7 @@ class TrainerSource:
         self._begin_copy(snapshot)
 
     def _begin_copy(self, snapshot: Snapshot) -> None:
+        self._copied = snapshot
         if self._copy is not None and not snapshot.step % self._every:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
@@ -179,9 +181,9 @@ class TrainerSource:
         return moved
 
     def copy_again(self) -> None:
-        """Something has moved since the newest step's end: the whole copy is taken anew."""
-        assert self._snapshot is not None, "a step has ended"
-        self._begin_copy(self._snapshot)
+        """Something has moved since the newest step's end: the whole copy is taken anew, if it has any of that."""
+        if self._snapshot is not None and (self._every > 1 or self._snapshot is not self._copied):
+            self._begin_copy(self._snapshot)
 
     def under_way(self, position: Position) -> None:
         """What the loop calls the step that comes next, or is being computed now."""
@@ -300,16 +302,16 @@ class TrainerSource:
             missing = new or sorted(first - names_in(state.meta.slot.get("attributes")))
             if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):
                 why = f"{', '.join(missing[:3])} changed for the first time in step {step}, or after it: not saved"
-                states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
+                states[rank] = _doubted(state, why)
         if moved := self._moved_between(step):
             why = f"{', '.join(moved[:3])} changed after step_end() of step {step}, and the next step had not begun"
             for rank, state in states.items():
                 if state.meta.kind == COMMITTED and not state.meta.slot.get("begun"):
-                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
+                    states[rank] = _doubted(state, why)
         if why := self._moved_late(states, step):
             for rank, state in states.items():
                 if state.exact and state.meta.kind == TENTATIVE:
-                    states[rank] = replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
+                    states[rank] = _doubted(state, why)
         if self._watch is None:
             return states
         seen = self._watch.habits(step, self._ends_epoch(self.position(step)))
@@ -367,10 +369,8 @@ class TrainerSource:
         new = sorted(self._attributes.moved - names_in(found.meta.slot.get("attributes")))
         if not new:
             return found
-        why = Reason(
-            f"{', '.join(new[:3])} changed for the first time after step {step}, or unseen before it: not saved"
-        )
-        return replace(found, exact=False, reasons=(*found.reasons, why))
+        why = f"{', '.join(new[:3])} changed for the first time after step {step}, or unseen before it: not saved"
+        return _doubted(found, why)
 
     def _read_box(self, rank: int, step: int) -> LocalState:
         try:
@@ -418,6 +418,10 @@ class TrainerSource:
             return []
         moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
         return [f"its buffers of extras[{name!r}] were copied before the update" for name in sorted(names & {*moved})]
+
+
+def _doubted(state: LocalState, why: str) -> LocalState:
+    return replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
 
 
 def _with_habits(state: LocalState, seen: Habits) -> LocalState:

@@ -134,9 +134,9 @@ class PlainValues:
         groups = self.groups()
         if groups is not self.groups_ended:
             self.groups_ended = groups
-            self._now["groups"] = _sum(b"", _forms(leaves_of([[*group.values()] for group in groups]), in_memory=True))
+            self._now["groups"] = _sum(b"", _forms(flattened([[*group.values()] for group in groups]), in_memory=True))
         for place in self._lists:
-            place.leaves = leaves_of(place.get())
+            place.leaves = flattened(place.get())
         if self._mixed:
             self._now["lists"] = _sum(b"", _forms(leaf for place in self._mixed for leaf in place.leaves))
         if not self._places:
@@ -148,7 +148,7 @@ class PlainValues:
             if type(value) in _NUMBERS:
                 place.leaves, place.copy = [value], value
             elif _count(value):
-                place.leaves, place.copy = leaves_of(value), copied(value)
+                place.leaves, place.copy = flattened(value), copied(value)
             else:
                 self.look()  # another key has come for it; or it is a tensor, as in LBFGS after its first iteration
                 self.take(step)
@@ -158,7 +158,7 @@ class PlainValues:
 
     def now(self, step: int) -> str:
         """What shows whether numbers have changed since an earlier call for `step`."""
-        return repr(_forms(leaf for place in self._of_turn(step) for leaf in leaves_of(place.get())))
+        return repr(_forms(leaf for place in self._of_turn(step) for leaf in flattened(place.get())))
 
     def moved(self) -> tuple[list[tuple[Any, Any, Any]], str]:
         """What is not as it was at the last step's end: keys and values of states; and what else, or nothing.
@@ -166,7 +166,7 @@ class PlainValues:
         Any thread. The values are those of then: owner, key, value.
         """
         every = dict.fromkeys([*self._taken, *self._lists])
-        changed = [place for place in every if not _same(place.leaves, leaves_of(place.get()))]
+        changed = [place for place in every if not _same(place.leaves, flattened(place.get()))]
         known = [
             place
             for place in changed
@@ -307,7 +307,7 @@ def _places_in(optimizer: Optimizer, called: Mapping[int, str]) -> Iterator[_Pla
 def _called(key: Any) -> str:
     if key is _WHOLE or isinstance(key, str):
         return key if isinstance(key, str) else "state"
-    forms = _forms(leaves_of(key))
+    forms = _forms(flattened(key))
     return repr(forms if len(forms) > 1 else forms[0])
 
 
@@ -327,7 +327,7 @@ def _count(value: Any) -> int:
     >>> _count(0.5), _count({"a": [1, 2], 3: (np.float64(4), "b")}), _count([1, torch.ones(2)]), _count([])
     (1, 6, 0, 1)
     """
-    leaves = [leaf for leaf in leaves_of(value) if not isinstance(leaf, type)]
+    leaves = [leaf for leaf in flattened(value) if not isinstance(leaf, type)]
     numbers = all(type(leaf) in _NUMBERS or isinstance(leaf, np.generic) for leaf in leaves)
     return max(len(leaves), 1) if numbers and is_storable(value) else 0
 
@@ -335,10 +335,10 @@ def _count(value: Any) -> int:
 # ---------------------------------------------------------------------- what is inside
 
 
-def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
+def flattened(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
     """All that is inside, in its order, and a type where a list or dict begins or ends. No more than so deep.
 
-    >>> leaves_of([1, {"a": (2,)}])
+    >>> flattened([1, {"a": (2,)}])
     [<class 'list'>, 1, <class 'dict'>, 'a', <class 'tuple'>, 2, <class 'type'>, <class 'type'>, <class 'type'>]
     """
     if type(value) in _LEAVES:
@@ -350,7 +350,7 @@ def leaves_of(value: Any, depth: int = DEPTH_MAX) -> list[Any]:
     found: list[Any] = [type(value)]
     for one in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
         if type(one) not in _LEAVES and isinstance(one, _INSIDE):
-            found += leaves_of(one, depth - 1)
+            found += flattened(one, depth - 1)
         else:
             found.append(one)
     found.append(type)
@@ -399,7 +399,7 @@ def _form(leaf: Any, in_memory: bool) -> Any:
 def seen(own: Any) -> str:
     """What shows that its state_dict() has changed: values, small tensors' bytes, torch's count of writes to others."""
     try:
-        leaves = leaves_of(own.state_dict())
+        leaves = flattened(own.state_dict())
     except Exception:  # of the user's own code: handed to the log by `Extras`, which asks again at the step's end
         return ""
     return repr([*map(_word, leaves, _forms(leaves, in_memory=True))])
