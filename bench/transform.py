@@ -75,7 +75,7 @@ def meta_of(parts: Shapes, unit: str, holders: list[int]) -> UnitMeta:
         group_parameters=[list(parts)],
         group_numbers=[0],
         holders=holders,
-        extras=ExtrasMeta(states={}, steps=0, moved=(), moves=(), step_on_resume=()),
+        extras=ExtrasMeta(states={}, step_on_resume=()),
         optimizer_state={name: {"dict": pairs} for name, pairs in states.items()},
     )
 

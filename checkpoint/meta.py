@@ -42,12 +42,8 @@ class Marks(NamedTuple):
 NO_MARKS = Marks("", None, None)
 
 
-StoredMove = tuple[str, str, Number, Number, Number, Number, Number, Number]
-"""Name of an extra, what of it moves, and the six numbers of a `Recurrence`."""
-
-
-StoredRecurrence = tuple[Number, Number, Number, Number, Number, Number]
-"""Numbers of a `Recurrence`."""
+StoredLate = Mapping[str, tuple[Number, Number, Number, Number, Number, Number, Number]]
+"""What moves late in a step, and the numbers of its `Recurrence`."""
 
 
 def json_of(value: Any) -> dict[str, Any]:
@@ -70,20 +66,16 @@ def _path_in(where: str) -> str:
 class ExtrasMeta:
     """Extras (schedulers, averaged weights) by their names. left_out: name -> why it, or some of it, is not stored.
 
-    steps: how many the job has ended. moved: those that have changed so far; moves: in which steps.
     step_on_resume: those whose step() a resume has to call once.
     """
 
     states: Mapping[str, Tree]
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    steps: Number
-    moved: Sequence[str]
-    moves: Sequence[StoredMove]
     step_on_resume: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
-        return {**json_of(self), "moves": [list(one) for one in self.moves]}
+        return json_of(self)
 
     @property
     def reasons(self) -> list[str]:
@@ -244,21 +236,17 @@ class StepDocument:
 class Habits:
     """What a rank has learned of its loop, by which a resumed run judges a step that is cut off.
 
-    late: in which steps something in the black box moved between the tentative copy and the step's end, None if nobody
-    could say; moved: the first such region of the newest of these steps. tentative_reasons, early_reasons: what else
-    moves so, and what moves between an early end of a step and the next one, in words. writes: what the loop writes
-    after its update, as kind, name and key of the tensor, how often in the newest such step, and in which steps.
-    changes: in which steps what else changed so, by what it is called (hyperparameters, ...). names_go_back: the loop
-    has called a step what is no later than the one before. passes: backward passes in a step, 0 where that number
-    changes, None where it is not known. constants: digests of tensors in attributes that the loop has not changed.
+    after_copy: what of the black box has moved between the tentative copy and the step's end. after_update: what else
+    has moved after the update of a step, which `updates` counts. early_reasons: what moves between an early end of a
+    step and the next one, in words. names_go_back: the loop has called a step what is no later than the one before.
+    passes: backward passes in a step, 0 where that number changes, None where it is not known. constants: digests of
+    tensors in attributes that the loop has not changed.
     """
 
-    late: StoredRecurrence | None = None
-    moved: str = ""
-    tentative_reasons: Sequence[str] = ()
+    after_copy: StoredLate = field(default_factory=dict)
+    after_update: StoredLate = field(default_factory=dict)
+    updates: Number = 0
     early_reasons: Sequence[str] = ()
-    writes: Sequence[tuple[str, str, str | None, Number, StoredRecurrence]] = ()
-    changes: Mapping[str, StoredRecurrence] = field(default_factory=dict)
     names_go_back: bool = False
     passes: Number | None = None
     constants: Mapping[str, str] = field(default_factory=dict)
@@ -270,7 +258,9 @@ class Habits:
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file, or in the black box."""
-        said = {**json_of(self), "writes": [[*names, list(when)] for *names, when in self.writes]}
+        said = json_of(self)
+        for table in ("after_copy", "after_update"):
+            said[table] = {name: [*when] for name, when in said[table].items()}
         if not self.constants:
             del said["constants"]
         return said

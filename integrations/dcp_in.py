@@ -39,7 +39,7 @@ from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.vocabulary import UNIT_REPLICATED
 
 KeyPath = tuple[Any, ...]
-NO_EXTRAS = ExtrasMeta(states={}, steps=0, moved=(), moves=(), step_on_resume=())
+NO_EXTRAS = ExtrasMeta(states={}, step_on_resume=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,11 @@ from lastwords.errors import ConfigError, StorageError
 from lastwords.liveness import paths
 from lastwords.processor.box_carry import carry_over
 from lastwords.processor.box_layout import (
-    FIRST_DIFFERENCE_AT,
-    FIRST_DIFFERENCE_BYTES_MAX,
     PAGE_BYTES,
     SLOT_COUNTER,
     SLOT_JSON_BYTES,
     SLOT_KIND_AND_STEP,
     SLOT_SEQUENCE,
-    WORD_DIFFERS,
-    WORD_FIRST_DIFFERENT_STEP,
-    WORD_MATCHES,
     WORD_STAND,
     BoxLayout,
     BoxMap,
@@ -289,26 +284,14 @@ class BlackBox:
         self.commit(self.begin(SlotKind.FACTS, 0), facts)
 
     def compare_tentative(self) -> str | None:
-        """Compare the newest committed copy with the tentative one of the same step and count the outcome.
+        """Compare the newest committed copy with the tentative one of the same step.
 
         Returns the name of the first region that differs, None if all are equal (or there is no such pair).
         Costs a memcmp of the regions in use.
         """
-        committed, tentative = self._committed, self._tentative
-        if self._tentative_step != self._committed_step or committed < 0:
+        if self._tentative_step != self._committed_step or self._committed < 0:
             return None
-        different = self.first_difference(committed, tentative)
-        words = self._words
-        if different is None:
-            words[WORD_MATCHES] += 1
-            return None
-        if words[WORD_DIFFERS] == 0:
-            text = different.encode()[:FIRST_DIFFERENCE_BYTES_MAX]
-            at = FIRST_DIFFERENCE_AT
-            self._bytes[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
-            words[WORD_FIRST_DIFFERENT_STEP] = self._committed_step
-        words[WORD_DIFFERS] += 1
-        return different
+        return self.first_difference(self._committed, self._tentative)
 
     def _free_slot(self, kind: SlotKind, step: int) -> int:
         if kind > SlotKind.COMMITTED:

@@ -6,15 +6,10 @@ from typing import TYPE_CHECKING
 
 from lastwords.errors import StorageError
 from lastwords.processor.box_layout import (
-    FIRST_DIFFERENCE_AT,
-    FIRST_DIFFERENCE_BYTES_MAX,
     SLOT_COUNTER,
     SLOT_JSON_BYTES,
     SLOT_KIND_AND_STEP,
     SLOT_SEQUENCE,
-    WORD_DIFFERS,
-    WORD_FIRST_DIFFERENT_STEP,
-    WORD_MATCHES,
     WORD_STAND,
 )
 
@@ -33,10 +28,7 @@ def carry_over(old: BlackBox, new: BlackBox) -> None:
     for slot in range(len(old._map.slots)):
         _regions(old, new, slot)
         _head(old, new, slot)
-    for word in (WORD_STAND, WORD_MATCHES, WORD_DIFFERS, WORD_FIRST_DIFFERENT_STEP):
-        new._words[word] = old._words[word]
-    page = slice(FIRST_DIFFERENCE_AT, FIRST_DIFFERENCE_AT + 2 + FIRST_DIFFERENCE_BYTES_MAX)
-    new._bytes[page] = old._bytes[page]
+    new._words[WORD_STAND] = old._words[WORD_STAND]
     new._committed, new._committed_step = old._committed, old._committed_step
     new._committed_before = old._committed_before
     new._tentative, new._tentative_step = old._tentative, -1  # it lacks what is new: nothing to compare with

@@ -3,7 +3,7 @@
 The header describes the whole file, so that a reader needs nothing but the file. Everything that is read from it
 is checked: the file belongs to another process, and the one that wrote it may have run another version.
 
-    page 0        magic, version, length and CRC of the header JSON; the live words (stand, comparison counters)
+    page 0        magic, version, length and CRC of the header JSON; the stand
     page 1...     header JSON, then the slots' head words, each slot's 64 bytes + one byte for each region
     data          for each slot: its regions, each on a 64-byte boundary, then its JSON on a page boundary
 """
@@ -29,17 +29,11 @@ DTYPE_BYTES = {
 PAGE_BYTES = 4096
 HEADER_BYTES_MAX = 64 * 1024 * 1024
 REGION_ALIGN_BYTES = 64  # a cache line, and more than any dtype asks for
-_VERSION = 2
+_VERSION = 3
 _MAGIC = b"LWBOX\x00\x00\x01"
 _PREAMBLE = struct.Struct("=8sIII")  # magic, version, bytes of the header JSON, their CRC-32
 
-# Offsets in page 0, in 8-byte words.
-WORD_STAND = 8
-WORD_MATCHES = 9
-WORD_DIFFERS = 10
-WORD_FIRST_DIFFERENT_STEP = 11
-FIRST_DIFFERENCE_AT = 1024  # 2 bytes of length, then UTF-8
-FIRST_DIFFERENCE_BYTES_MAX = 512
+WORD_STAND = 8  # in page 0, in 8-byte words
 
 # Offsets in a slot's head, in 8-byte words.
 SLOT_SEQUENCE = 0

@@ -14,16 +14,11 @@ from typing import Any
 
 from lastwords.errors import FormatError, StorageError, UnavailableError
 from lastwords.processor.box_layout import (
-    FIRST_DIFFERENCE_AT,
-    FIRST_DIFFERENCE_BYTES_MAX,
     PAGE_BYTES,
     SLOT_COUNTER,
     SLOT_JSON_BYTES,
     SLOT_KIND_AND_STEP,
     SLOT_SEQUENCE,
-    WORD_DIFFERS,
-    WORD_FIRST_DIFFERENT_STEP,
-    WORD_MATCHES,
     WORD_STAND,
     BoxLayout,
     SlotKind,
@@ -134,9 +129,9 @@ class BoxReader:
         return self._read(self._map.epoch_slots, (SlotKind.EPOCH,), epoch)
 
     def facts(self) -> dict[str, Any]:
-        """What holds for the whole run; empty if nothing was written."""
+        """What holds for the whole run; empty if nothing was written, a reason where there was no room for it."""
         copy = self._read(self._map.facts_slots, (SlotKind.FACTS,), 0)
-        return {} if copy is None else copy.json
+        return {} if copy is None else {"reasons": [{"detail": copy.problem}]} if copy.problem else copy.json
 
     def contents(self) -> tuple[tuple[SlotKind, int], ...]:
         """Kind and step of every copy that is whole, in the order in which they were written."""
@@ -146,18 +141,6 @@ class BoxReader:
             if copy is not None:
                 found.append((self._words[self._head(slot) + SLOT_COUNTER], copy.kind, copy.step))
         return tuple((kind, step) for _, kind, step in sorted(found))
-
-    def tentative_trust(self) -> tuple[bool, str]:
-        """Whether a tentative copy may stand in for the committed one, and why (not)."""
-        differs, matches = self._words[WORD_DIFFERS], self._words[WORD_MATCHES]
-        if differs == 0:
-            return True, f"equal to the committed copy in all {matches} steps compared"
-        page = os.pread(self._fd, FIRST_DIFFERENCE_BYTES_MAX + 2, FIRST_DIFFERENCE_AT)
-        name = page[2 : 2 + int.from_bytes(page[:2], "little")].decode(errors="replace")
-        return False, (
-            f"the state before the update differed from the state at the step's end in {differs} of "
-            f"{differs + matches} steps, first in step {self._words[WORD_FIRST_DIFFERENT_STEP]}, in {name}"
-        )
 
     def _read(self, slots: tuple[int, ...], kinds: tuple[SlotKind, ...], step: int) -> SlotCopy | None:
         for attempt in range(_READ_TRIES):

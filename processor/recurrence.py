@@ -8,8 +8,10 @@ weights that begin after a warm-up do not come before either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import islice
+from typing import Any, NamedTuple
 
 REPEATS_MIN = 2
 """So many equal distances in a row make a period, where it is longer than one step; so many ends of epochs a habit."""
@@ -24,15 +26,15 @@ class Forecast(Enum):
     STOPPED = "happened in every step until it stopped, and may start again"
     NOT_DUE = "does not happen in this step"
     NEVER = "has never happened before, but may start"
-    UNKNOWN = "happens in some steps only"
+    UNKNOWN = "may happen in any step"
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
+class Recurrence(NamedTuple):
     """In which steps something has happened, as far as it takes to tell in which it will. Steps count from 1.
 
-    times: how often. first, last: the steps. period: how many steps after the time before the last one came. repeats:
+    times: in how many. first, last: the steps. period: how many steps after the time before the last one came. repeats:
     how often in a row that was so. ends: how often in the last step of an epoch; the others are `times - ends`.
+    often: how often in step `last`, 0 if nobody could count it.
     """
 
     times: int = 0
@@ -41,19 +43,21 @@ class Recurrence:
     period: int = 0
     repeats: int = 0
     ends: int = 0
+    often: int = 0
 
-    def happened(self, step: int, ends_epoch: bool | None) -> Recurrence:
+    def happened(self, step: int, ends_epoch: bool | None, often: int = 1) -> Recurrence:
         """It has come in `step`, too. ends_epoch: whether that is the last one of its epoch; None: not known.
 
         >>> Recurrence().happened(3, False).happened(6, False).happened(9, True)
-        Recurrence(times=3, first=3, last=9, period=3, repeats=2, ends=1)
+        Recurrence(times=3, first=3, last=9, period=3, repeats=2, ends=1, often=1)
         """
+        if self.times and step <= self.last:  # it is done again, after a resume
+            return self
         period = step - self.last if self.times else 0
         repeats = self.repeats + 1 if period == self.period else 1
         first = self.first if self.times else step
-        return Recurrence(
-            self.times + 1, first, step, period, repeats if period else 0, self.ends + (ends_epoch is True)
-        )
+        ends = self.ends + (ends_epoch is True)
+        return Recurrence(self.times + 1, first, step, period, repeats if period else 0, ends, often)
 
     def forecast(self, step: int, ends_epoch: bool | None, ends_min: int = REPEATS_MIN) -> Forecast:
         """Whether it comes in `step`, all steps before that having been watched.
@@ -67,6 +71,8 @@ class Recurrence:
         gap = step - self.last
         if not self.times:
             return Forecast.NEVER
+        if gap < 1:
+            return Forecast.UNKNOWN
         if gap == 1 and (self.times == step - 1 or self.period == 1):
             return Forecast.DUE
         if self.times == self.ends >= ends_min and ends_epoch is not None:
@@ -77,7 +83,77 @@ class Recurrence:
             return Forecast.STOPPED
         return Forecast.UNKNOWN
 
-    @property
-    def numbers(self) -> tuple[int, int, int, int, int, int]:
-        """What is stored of it; `Recurrence(*numbers)` is the inverse."""
-        return self.times, self.first, self.last, self.period, self.repeats, self.ends
+
+_NOTHING = Recurrence()
+
+
+class Late(dict[str, Recurrence]):
+    """What has moved between the update of a step and its end, by what messages call it.
+
+    steps: how many of those in which it is looked at have ended.
+    """
+
+    def __init__(self, stored: Mapping[str, Sequence[int]] | None = None, steps: int = 0) -> None:
+        super().__init__()
+        self.learn(stored or {}, steps)
+
+    def learn(self, stored: Mapping[str, Sequence[int]], steps: int = 0) -> None:
+        """Forget all, and go on from this."""
+        self.clear()
+        self.update({name: Recurrence(*numbers) for name, numbers in stored.items()})
+        self.steps = steps
+
+    def copy(self) -> Late:
+        """As it is now."""
+        late = Late(steps=self.steps)
+        late.update(self)
+        return late
+
+    def happened(self, moved: Mapping[str, int], step: int, ends_epoch: bool | None) -> None:
+        """`step` has ended, in which this has moved, so often. ends_epoch: see `Recurrence.happened`."""
+        self.steps = step
+        for name, often in moved.items():
+            self[name] = self.get(name, _NOTHING).happened(step, ends_epoch, often)
+
+    def forecast(self, name: str, step: int, ends_epoch: bool | None, ends_min: int = 1) -> Forecast:
+        """Whether it moves in `step`."""
+        return self.get(name, _NOTHING).forecast(step, ends_epoch, ends_min)
+
+    def may_move(
+        self, names: Iterable[str], step: int, ends_epoch: bool | None, moved: Mapping[str, int] | None = None
+    ) -> dict[str, str]:
+        """Which of `names` may be about to move in `step`, which was cut off, and what is known of that.
+
+        Those that have moved before, and not in this step yet. moved: what has, and so often; that may not be all
+        where it never did before, or not so often.
+        """
+        moved = moved or {}
+        found = {name: self.forecast(name, step, ends_epoch) for name in names if name in self and name not in moved}
+        due = {name: one.value for name, one in found.items() if one is not Forecast.NOT_DUE}
+        odd = [name for name, often in moved.items() if not 0 < often == self.get(name, _NOTHING).often]
+        return due | dict.fromkeys(odd, "has begun, and not as in earlier steps")
+
+
+def about_to_change(found: Mapping[str, str]) -> list[str]:
+    """Why what is saved of a step that was cut off may lack these; found: what is known of each.
+
+    >>> about_to_change({"hyperparameters": "happens in every step", "requires_grad": "happens in every step"})
+    ['hyperparameters, requires_grad may have been about to change; this happens in every step']
+    """
+    by_why: dict[str, list[str]] = {}
+    for name, why in found.items():
+        by_why.setdefault(why, []).append(name)
+    return [f"{some(names)} may have been about to change; this {why}" for why, names in by_why.items()]
+
+
+_SHOWN_MAX = 3
+
+
+def some(names: Iterable[Any]) -> str:
+    """
+    >>> some("abcde")
+    'a, b, c and 2 more'
+    """
+    every = [*names]
+    more = f" and {len(every) - _SHOWN_MAX} more" if len(every) > _SHOWN_MAX else ""
+    return ", ".join(map(str, islice(every, _SHOWN_MAX))) + more

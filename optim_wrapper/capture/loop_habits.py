@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from lastwords.checkpoint.meta import Habits
 
@@ -58,7 +57,6 @@ class LoopHabits:
     """See `Habits`. say: called when any of it has changed."""
 
     def __init__(self, say: Callable[[], None]) -> None:
-        self.tentative_reasons: list[str] = []
         self.early_reasons: list[str] = []
         self.names_go_back = False
         self.passes = BackwardPasses()
@@ -66,23 +64,8 @@ class LoopHabits:
 
     def learn(self, habits: Habits) -> None:
         """Those of the run that is resumed."""
-        self.tentative_reasons, self.early_reasons = [*habits.tentative_reasons], [*habits.early_reasons]
-        self.names_go_back, self.passes = habits.names_go_back, BackwardPasses(habits.passes)
-
-    def added_to(self, habits: Habits) -> Habits:
-        """With these, as a reader has to know them."""
-        return replace(
-            habits,
-            tentative_reasons=self.tentative_reasons,
-            early_reasons=self.early_reasons,
-            names_go_back=self.names_go_back,
-            passes=self.passes.usual,
-        )
-
-    def moves_late(self, reason: str) -> None:
-        """Something moves between the tentative copy and the step's end."""
-        self.tentative_reasons = [reason]
-        self._say()
+        self.early_reasons, self.names_go_back = [*habits.early_reasons], habits.names_go_back
+        self.passes = BackwardPasses(habits.passes)
 
     def moves_after_the_end(self, reason: str) -> None:
         """Something moves between an early end of a step and the next one."""

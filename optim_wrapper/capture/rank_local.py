@@ -11,12 +11,11 @@ from typing import Protocol
 
 import torch
 
-from lastwords.checkpoint.meta import Habits
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, default_streams
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
-from lastwords.processor.recurrence import Recurrence
+from lastwords.processor.recurrence import Late
 
 
 class Capture(Protocol):
@@ -117,25 +116,17 @@ class BoxRecorder:
     """
 
     def __init__(
-        self,
-        box: BlackBox,
-        captures: Sequence[Capture],
-        *,
-        habits: Habits | None = None,
-        carried: BoxRecorder | None = None,
+        self, box: BlackBox, captures: Sequence[Capture], late: Late, carried: BoxRecorder | None = None
     ) -> None:
         """`box` was made with `regions(captures)` in its layout.
 
-        habits: what the run that is resumed has learned. carried: that of the box whose copies this one begins with.
+        late: gets to know which regions move between the tentative and the committed copy of a step. carried: that of
+        the box whose copies this one begins with.
         """
         self.box = box
         self._captures = tuple(captures)
         self._slots: dict[int, tuple[SlotKind, int]] = {} if carried is None else dict(carried._slots)
-        self.late = Recurrence()
-        """In which steps the state has moved between its tentative and its committed copy."""
-        self.moved = ""
-        """The first region that had moved so, the last time."""
-        self.learn(habits or (Habits() if carried is None else carried.habits))
+        self.late = late
         for capture in self._captures:
             capture.bind(box)
 
@@ -148,15 +139,13 @@ class BoxRecorder:
     ) -> bool:
         """Take the state at the end of `step` and compare it with the tentative copy, unless that has other regions.
 
-        ends_epoch: `step` is the last one of its epoch, None: not known. True if they differ, as `late` says now.
+        ends_epoch: `step` is the last one of its epoch, None: not known. True if they differ, as `late` knows now.
         """
         self._record(SlotKind.COMMITTED, step, json_bytes)
         moved = self.box.compare_tentative() if comparable else None
-        if moved is None:
-            return False
-        self.moved = moved
-        self.late = self.late.happened(step, ends_epoch)
-        return True
+        if moved is not None:
+            self.late.happened({moved: 1}, step, ends_epoch)
+        return moved is not None
 
     def committed_again(self, step: int, document: Callable[[str | None], bytes]) -> None:
         """`committed` once more, for a step after whose end the state may have moved.
@@ -172,17 +161,8 @@ class BoxRecorder:
 
         self._record(SlotKind.COMMITTED, step, compared)
         # What the tentative copy has is not what the next step begins with either.
-        if moved is not None and self.box.compare_tentative() is not None and self.late.last != step:
-            self.late = self.late.happened(step, None)
-
-    def learn(self, habits: Habits) -> None:
-        """Go on from what was learned before."""
-        self.late, self.moved = Recurrence(*habits.late or ()), habits.moved
-
-    @property
-    def habits(self) -> Habits:
-        """What a reader has to know of these."""
-        return Habits(late=self.late.numbers, moved=self.moved)
+        if moved is not None and (late := self.box.compare_tentative()) is not None:
+            self.late.happened({late: 1}, step, None)
 
     def slot_of(self, step: int) -> int | None:
         """Where the copy of `step` is that a reader gets: the committed one if there is one."""

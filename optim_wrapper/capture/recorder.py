@@ -7,7 +7,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotKind
+from lastwords.processor.recurrence import Late
 from lastwords.processor.saver import Position
 from lastwords.processor.step_work import StepWork
 from lastwords.processor.whole_copies import WholeCopies
@@ -68,6 +68,9 @@ class StepRecorder:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
         self._box: BoxRecorder | None = None
+        self.after_copy, self.after_update = Late(), Late()
+        """What moves late in a step: of what is this rank's own, after the tentative copy; and after the update."""
+        self._late_named = False
         self.ledger = Ledger(forget)
         me = weakref.ref(self)  # a cycle would keep a refused one alive
         self.ledger.heard_by(lambda _: None if (one := me()) is None else one._say_reasons())
@@ -90,7 +93,12 @@ class StepRecorder:
         self._units: RankUnits | None = None
         self._unchecked = False
         self.watch = StateWatch(
-            self.view, lambda: self.buffers.captured, self.buffers.keep, self.tensors, copies=copies
+            self.view,
+            lambda: self.buffers.captured,
+            self.buffers.keep,
+            self.tensors,
+            copies=copies,
+            late=self.after_update,
         )
         self.watch.know(of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
@@ -119,7 +127,6 @@ class StepRecorder:
         self._attributes_then = self._attributes_ended = b""  # in the tentative copy, and in the committed one
         self._steps_per_epoch = 0  # not known
         self.ends_early, self.names_steps = False, True
-        self._habits = Habits()  # of the run that is resumed
         self._constants: dict[str, str] | None = None
 
     def agree_units(self, world: World, prefix: str, declared: Sequence[Unit]) -> RankUnits:
@@ -194,7 +201,7 @@ class StepRecorder:
         captures = (self.rng, self.tensors)
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
-        self._box = BoxRecorder(box, captures, habits=self._habits if carried is None else None, carried=carried)
+        self._box = BoxRecorder(box, captures, self.after_copy, carried)
         self._say_reasons()
         if self._hook is None and not at_gate:
             self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))
@@ -218,8 +225,8 @@ class StepRecorder:
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
         """
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
-        self._extras_now = self.extras.first(self._extras_now)
-        self._local_now = self.local_extras.first(self._local_now)  # a loader may draw numbers for that
+        self._extras_now = self.extras.first()
+        self._local_now = self.local_extras.first()  # a loader may draw numbers for that
         self.tensors.look()
         self.buffers.look()
         self.attributes.begin()
@@ -301,17 +308,12 @@ class StepRecorder:
         self.watch.copies.restore(regions)
         return reasons
 
-    def history(self, extras: ExtrasSnapshot, local_extras: ExtrasSnapshot | None, habits: Habits) -> None:
-        """How the extras of the run that is resumed have moved so far, and what else it has learned of the loop."""
-        self._extras_now = extras
-        if local_extras is not None:
-            self._local_now = local_extras
-        self._habits = habits
+    def learn(self, habits: Habits) -> None:
+        """Go on from what the run that is resumed has learned of the loop."""
         self.loop.learn(habits)
-        self.watch.learn(habits)
-        if self._box is not None:
-            self._box.learn(habits)
-            self._say_reasons()
+        self.after_copy.learn(habits.after_copy)
+        self.after_update.learn(habits.after_update, habits.updates)
+        self._say_reasons()
 
     @property
     def position_under_way(self) -> Position | None:
@@ -342,12 +344,14 @@ class StepRecorder:
         self.finish_copy()
         self.loop.end_step()
         ends_epoch = self.ends_epoch(position)
-        self._extras_now = self.extras.ended(self._extras_now, updated, ends_epoch)
+        self._extras_now = self.extras.ended(self._extras_now, updated)
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
         if self.local_extras:
             self._local_now = self.local_extras.again(self._local_now)[0]
-        self._see_what_moves(look=look, ends_epoch=ends_epoch)
+        moved = self._see_what_moves(look=look)
+        if updated:  # a loop that skips an update may step its schedulers or not
+            self.after_update.happened({**self._extras_now.moved, **moved}, self.after_update.steps + 1, ends_epoch)
         if look or not self._ended_here % extra_digests.EVERY:
             self.extras_by_rank()
             if self.source is not None:
@@ -408,15 +412,16 @@ class StepRecorder:
         self._digests = step_document.of_extras(self._ended_here, extra_digests.by_extra(found, states))
         return found
 
-    def _see_what_moves(self, *, look: bool, ends_epoch: bool | None) -> None:
-        """At a step's end, before it is copied: what has to be copied of it."""
+    def _see_what_moves(self, *, look: bool) -> dict[str, int]:
+        """At a step's end, before it is copied: what has to be copied of it, and what has moved since the update."""
         updated = self.watch.was_updated
-        self.watch.end_step(look=look, ends_epoch=ends_epoch)
+        moved = self.watch.end_step(look=look)
         self.tensors.look()
         if look:
             self.buffers.look()
         self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
         self._make_room()
+        return moved
 
     def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
         named_before = position is not None and position == self._position
@@ -436,16 +441,31 @@ class StepRecorder:
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
             tentative, self._tentative_local = self._tentative_local, None
-            if tentative is not None and not self.loop.tentative_reasons:
+            if tentative is not None and not self._late_named:
                 late = attributes.differing(self._attributes_then, own)
                 if tentative[1] != local:
                     late = step_document.what_differs(self.local_extras, tentative[0], self._local_now)
-                if late:  # a rank that is killed between update and step end is not exact then
-                    self.loop.moves_late(step_document.changed_before_the_end(late, self._step))
+                if late:
+                    self._moves_late(late)
             self._attributes_then = b""
             self.attributes.ended()
         if self.source is not None:
-            self.source.committed(Snapshot(step, position, self.watch.values.groups_ended, self._extras_now))
+            seen = self.after_update.copy()
+            ended_groups = self.watch.values.groups_ended
+            self.source.committed(Snapshot(step, position, ended_groups, self._extras_now, seen))
+
+    def _moves_late(self, which: str) -> None:
+        """Say so, once. From then on it may come in any step: to look in each would cost too much."""
+        self._late_named = True
+        _log.warning(
+            "%s changed between the forward pass and the end of step %s: if a rank is killed in between, the "
+            "resume is not exact; change it before the forward pass of the step that uses it",
+            which,
+            self._step,
+        )
+        if which not in self.after_copy:
+            self.after_copy.happened({which: 1}, self._step, None)
+            self._say_reasons()
 
     def epoch_start(self, epoch: int) -> None:
         """The random number streams, and what moves, before the first batch of `epoch` is asked for."""
@@ -478,7 +498,14 @@ class StepRecorder:
     def _say_reasons(self) -> None:
         if self._box is None:
             return
-        habits = replace(self.loop.added_to(self._box.habits), constants=self._constants or {})
+        loop = self.loop
+        habits = Habits(
+            after_copy=self.after_copy,
+            early_reasons=loop.early_reasons,
+            names_go_back=loop.names_go_back,
+            passes=loop.passes.usual,
+            constants=self._constants or {},
+        )
         facts = {"reasons": [brief(one) for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
 

@@ -23,7 +23,7 @@ from lastwords.errors import IncompleteError, LastWordsError, StorageError, name
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.device_reader import reader_for
-from lastwords.optim_wrapper.capture.state_watch import StateWatch, some
+from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.capture.taken_out import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
 from lastwords.optim_wrapper.state.attributes import Attributes, names_in
@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import Stage
 from lastwords.processor.box_layout import SlotKind
 from lastwords.processor.box_reader import BoxReader, SlotCopy
 from lastwords.processor.held_files import HeldFiles
-from lastwords.processor.recurrence import Forecast, Recurrence
+from lastwords.processor.recurrence import Late, about_to_change, some
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand, WholeCopy
@@ -50,12 +50,16 @@ EPOCH_PREFIX = "epoch/"
 
 
 class Snapshot(NamedTuple):
-    """What may move on after a step has ended, as it was at the end of global step `step`."""
+    """What may move on after a step has ended, as it was at the end of global step `step`.
+
+    late: what has moved after updates so far.
+    """
 
     step: int
     position: Position | None
     groups: list[dict[str, Any]]
     extras: ExtrasSnapshot
+    late: Late
 
 
 class TrainerSource:
@@ -98,7 +102,7 @@ class TrainerSource:
         self._buckets = buckets
         self._copy = copy
         self._every = every
-        self._copied_at: dict[int, Position | None] = {}
+        self._copied_at: dict[int, tuple[Position | None, Late]] = {}
         self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
         self._snapshot: Snapshot | None = None
         self._before: Snapshot | None = None
@@ -139,7 +143,7 @@ class TrainerSource:
             local = None
             if self._every > 1:  # else the black box has it
                 local = self._local_state(self._copy.rank, snapshot.step)
-                known = {**self._copied_at, snapshot.step: snapshot.position}
+                known = {**self._copied_at, snapshot.step: (snapshot.position, snapshot.late)}
                 self._copied_at = {step: known[step] for step in sorted(known)[-FILES:]}
             unmoved = lambda: watch is None or watch.is_still(lasting)  # noqa: E731
             self._copy.begin(snapshot.step, states, self._later, unmoved, local)
@@ -177,7 +181,7 @@ class TrainerSource:
         if groups_differ(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
-            self._snapshot = Snapshot(snapshot.step, snapshot.position, groups, extras)
+            self._snapshot = snapshot._replace(groups=groups, extras=extras)
         return moved
 
     def copy_again(self) -> None:
@@ -198,7 +202,7 @@ class TrainerSource:
             if known is not None and known.step == step:
                 return known.position
         if step in self._copied_at:
-            return self._copied_at[step]
+            return self._copied_at[step][0]
         return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
@@ -249,14 +253,13 @@ class TrainerSource:
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
-            before = None if snapshot is None else snapshot.extras
+            before, late = (None, Late()) if snapshot is None else (snapshot.extras, snapshot.late)
             ends_epoch = self._ends_epoch(self.position(step))
-            extras, of_extras = self._extras.after_update(before, ends_epoch)
+            extras, found = self._extras.after_update(before, late, ends_epoch)
+            of_extras = _cut_off(step, found)
             if watch is not None:
                 missing = self._gradients_missing(ended=False) if stand.phase is Phase.UPDATED else []
-                of_state = [
-                    f"step {step} was cut off before its end: {why}" for why in [*watch.cut_off(ends_epoch), *missing]
-                ]
+                of_state = _cut_off(step, watch.cut_off(ends_epoch), missing)
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
@@ -312,10 +315,9 @@ class TrainerSource:
             for rank, state in states.items():
                 if state.exact and state.meta.kind == TENTATIVE:
                     states[rank] = _doubted(state, why)
-        if self._watch is None:
+        if (late := self._late_by(step)) is None:
             return states
-        seen = self._watch.habits(step, self._ends_epoch(self.position(step)))
-        return {rank: _with_habits(state, seen) for rank, state in states.items()}
+        return {rank: _with_habits(state, late) for rank, state in states.items()}
 
     def facts(self, step: int) -> dict[str, Any]:
         """Facts of the run up to `step`, for the manifest."""
@@ -334,19 +336,33 @@ class TrainerSource:
         for rank in (rank for rank, kind in kinds.items() if kind == COMMITTED):
             try:
                 with BoxReader(self._box_path(rank), opened=self._files.open) as box:
-                    facts = box.facts()
+                    late = Late(Habits.read(box.facts(), "facts").after_copy)
             except (OSError, LastWordsError) as error:
                 return (
                     f"it had not ended step {step}, and whether anything changed after its update is unknown ({error})"
                 )
-            if (late := facts.get("late")) and Recurrence(*late).last == step:
-                return (
-                    f"it had not ended step {step}, in which {facts.get('moved')} of rank {rank} changed "
-                    f"after its update"
-                )
+            if moved := [name for name, when in late.items() if when.last == step]:
+                return f"it had not ended step {step}, in which {some(moved)} of rank {rank} changed after its update"
             if any(f"/{GRADIENT_PREFIX}" in spec.name for spec, _ in states[rank].tensors):
                 return f"it had not ended step {step}, and the gradients that it carried into the next step are lost"
         return ""
+
+    def _late_by(self, step: int) -> Late | None:
+        """What has moved after updates up to `step`, which may have been cut off; None: nobody knows."""
+        snapshot = self._snapshot
+        for known in (snapshot, self._before):
+            if known is not None and known.step == step:
+                return known.late
+        if step in self._copied_at:
+            return self._copied_at[step][1]
+        if snapshot is None or snapshot.step + 1 != step:
+            return None
+        late, ends_epoch = snapshot.late.copy(), self._ends_epoch(self.position(step))
+        moved = self._extras.after_update(snapshot.extras, late, ends_epoch)[0].moved
+        written = () if self._watch is None else self._watch.moved_late()
+        often = {name: late[name].often if name in late else 0 for name in written}  # as before: more may have been due
+        late.happened({**moved, **often}, late.steps + 1, ends_epoch)
+        return late
 
     def _local_state(self, rank: int, step: int) -> LocalState:
         for pause_s in (*BOX_PAUSES_S, None):
@@ -386,14 +402,10 @@ class TrainerSource:
                 if copy.problem:
                     reasons.append(copy.problem)
                 if copy.kind is SlotKind.TENTATIVE:
-                    trusted, why = box.tentative_trust()
-                    if trusted and any(habits.late or ()):
-                        trusted = False
-                        why = f"{habits.moved} changed after a tentative copy in the run before the last resume"
-                    if not trusted and not _spared(habits.late, copy):
-                        reasons.append(f"it had not ended step {step}, and {why}")
-                    late = [*habits.tentative_reasons, *habits.early_reasons, *self._of_averages(copy, step)]
-                    reasons += [f"it had not ended step {step}, and {why}" for why in late]
+                    late = Late(habits.after_copy)
+                    found = late.may_move(late, step, copy.json.get("ends_epoch"))
+                    why_not = [*about_to_change(found), *habits.early_reasons, *self._of_averages(copy, step)]
+                    reasons += [f"it had not ended step {step}, and {why}" for why in why_not]
                 epoch = copy.json.get("epoch")
                 start = box.read_epoch(epoch) if isinstance(epoch, int) else None
                 if start is None and copy.json.get("needs_epoch_start"):
@@ -416,28 +428,26 @@ class TrainerSource:
         snapshot = self._snapshot
         if not names or snapshot is None:
             return []
-        moved = snapshot.extras.moved_last if snapshot.step == step else self._extras.again(snapshot.extras)[1]
-        return [f"its buffers of extras[{name!r}] were copied before the update" for name in sorted(names & {*moved})]
+        extras = snapshot.extras if snapshot.step == step else self._extras.ended(snapshot.extras, updated=False)
+        moved = {*extras.moved}.intersection(self._extras.called(sorted(names)))
+        return [f"its buffers of {called} were copied before the update" for called in sorted(moved)]
 
 
 def _doubted(state: LocalState, why: str) -> LocalState:
     return replace(state, exact=False, reasons=(*state.reasons, Reason(why)))
 
 
-def _with_habits(state: LocalState, seen: Habits) -> LocalState:
-    """With what this rank's watch has seen, which speaks for those that are dead, too."""
-    habits = replace(state.meta.habits, writes=seen.writes, changes=seen.changes)
+def _with_habits(state: LocalState, late: Late) -> LocalState:
+    """With what this rank has seen move after updates, which speaks for those that are dead, too."""
+    habits = replace(state.meta.habits, after_update=late, updates=late.steps)
     return replace(state, meta=replace(state.meta, habits=habits))
 
 
-def _spared(late: Any, copy: SlotCopy) -> bool:
-    """Whether what moves after tentative copies (a validation, say) was not due in this one's step.
-
-    late: the steps in which it has moved so far, as `BoxRecorder.late` has them.
-    """
-    return (
-        late is not None and Recurrence(*late).forecast(copy.step, copy.json.get("ends_epoch"), 1) is Forecast.NOT_DUE
-    )
+def _cut_off(step: int, late: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
+    """Why what is saved of a step that has come to its update, and not to its end, may lack something."""
+    remedy = "(to avoid this, run no collective between optimizer.step() and tft.step_end())"
+    why_not = [*(f"{why} {remedy}" for why in about_to_change(late)), *more]
+    return [f"step {step} was cut off before its end: {why}" for why in why_not]
 
 
 def _with_copies(

@@ -14,27 +14,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from itertools import islice
+from functools import cache
+from operator import ne
 from typing import Any
 
 import torch
 import xxhash
 from torch.optim.optimizer import Optimizer
 
-from lastwords.checkpoint.meta import Habits, Marks
+from lastwords.checkpoint.meta import Marks
 from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.capture.device_copies import DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.device_copies import Mark as DeviceMark
-from lastwords.optim_wrapper.capture.late_changes import LateChange
-from lastwords.optim_wrapper.capture.taken_out import Lent, StateCounts, emptied, gone_for_good, taken_out
+from lastwords.optim_wrapper.capture.taken_out import AMOUNT, Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_differ, seen
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
-from lastwords.processor.recurrence import Forecast, Recurrence
+from lastwords.processor.recurrence import Forecast, Late, some
 from lastwords.sharding import zero
 
 _log = logging.getLogger(__name__)
@@ -46,13 +46,17 @@ FULL_LOOKS = 4
 """At the ends of so many steps all bytes are looked at of what the optimizer has nothing to do with, in the host's
 memory: a queue or a codebook, of which a step writes a few rows through `.data`, is found out then."""
 
-_SHOWN_MAX = 3
+_HYPERPARAMETERS = "hyperparameters"
+
+_called = cache(str)
+"""What messages call a `StateName`."""
 
 
 class StateWatch:
     """captured: names of the buffers that the black box has. keep_buffer: from now on it has this one too.
 
-    copies: whether what moves outside of updates is copied, or only named. Training thread, except what is said.
+    copies: whether what moves outside of updates is copied, or only named. late: what has moved after updates, as
+    `end_step` has said. Training thread, except what is said.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class StateWatch:
         *,
         copies: bool = True,
         sampled: bool = True,
+        late: Late | None = None,
     ) -> None:
         self._view = view
+        self._late = Late() if late is None else late
         self._witness = Witness(lambda: dict(tensors_of(view, captured)), sampled=sampled)
         self._keep_buffer = keep_buffer
         self._promotes = copies
@@ -82,18 +88,16 @@ class StateWatch:
         """Whether this is one of the steps in which it is looked at before the update."""
         self._updating = False
         self._digests: dict[StateName, bytes] = {}
-        self._late: dict[StateName, tuple[int, Recurrence]] = {}
-        """Of what the loop writes after its update: how often in the newest such step, and in which steps."""
         self._parameters: list[torch.Tensor] = []
         by_hand = lambda was, now: groups_differ(was, now, view.optimizer.param_groups, self.schedulers)  # noqa: E731
-        self._changes = [
-            LateChange("hyperparameters", self.values.groups, by_hand, always=True),
-            LateChange("the optimizer's numbers", lambda: self.values.now(self._ended_step + 1)),
-            LateChange("requires_grad", lambda: [one.requires_grad for one in self._parameters]),
-        ]
-        self._habitual = [one for one in self._changes if one.habitual]
-        self._looked: list[LateChange] = []
-        """After the update of the step under way, or of the last one."""
+        self._others: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], bool]]] = {
+            _HYPERPARAMETERS: (self.values.groups, by_hand),
+            "the optimizer's numbers": (lambda: self.values.now(self._ended_step + 1), ne),
+            "requires_grad": (lambda: [one.requires_grad for one in self._parameters], ne),
+        }
+        """What else the loop may change after its update: how to take its value, and whether two of them differ."""
+        self._taken: dict[str, Any] = {}
+        """Values after the update. Those that have never changed so are taken in some steps only."""
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(lambda: self._optimizers)
@@ -144,9 +148,12 @@ class StateWatch:
         if self._looks_closely:
             self._counts.end_update()
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        self._looked = self._changes if self._looks_closely else self._habitual
-        for one in self._looked:
-            one.end_update()
+        closely, late = self._looks_closely, self._late
+        self._taken = {
+            name: take()
+            for name, (take, _) in self._others.items()
+            if closely or name is _HYPERPARAMETERS or name in late
+        }
 
     @property
     def was_updated(self) -> bool:
@@ -158,29 +165,34 @@ class StateWatch:
         """Whether the update of the step under way has been written."""
         return self._updated is not None
 
-    def end_step(self, *, look: bool, ends_epoch: bool | None = None) -> None:
+    def end_step(self, *, look: bool) -> dict[str, int]:
         """Before anything is copied of the step that has ended. look: whether to see which tensors there are now.
 
-        ends_epoch: whether the step is the last one of its epoch; None: not known.
+        Returns what has moved since its update, and how often.
         """
+        moved: dict[str, int] = {}
         if self._updated is not None:
             until = self._witness.mark(self._updated)
             self._newest = until, self._witness.checksum(until.round)
-            step = self._ended_step + 1
-            for name in self._witness.moved(self._updated, until):
-                when = self._late.get(name, (0, Recurrence()))[1].happened(step, ends_epoch)
-                self._late[name] = self._witness.writes(name, self._updated, until), when
-            for one in self._looked:
-                one.end_step(step, ends_epoch)
-            if self._looks_closely:
-                self._habitual = [one for one in self._changes if one.habitual]
+            moved = self._written(self._updated, until)
+            for name, was in self._taken.items():
+                take, differ = self._others[name]
+                if differ(was, take()):
+                    moved[name] = 1
         else:
             self.see()
         self._updated, self._updating = None, False
         entries = self._counts.now()
-        self._counts.end_step(entries, self._ended_step + 1, ends_epoch)
+        if self._counts.end_step(entries):
+            moved[AMOUNT] = 1
         if look or entries != self._entries or self._witness.modules_change:
             self.look()
+        return moved
+
+    def _written(self, since: Mark, until: Mark) -> dict[str, int]:
+        """Tensors that were written in between, and how often."""
+        witness = self._witness
+        return {_called(name): witness.writes(name, since, until) for name in witness.moved(since, until)}
 
     def trained(self) -> dict[str, torch.Tensor]:
         """The parameters that an optimizer has, by name."""
@@ -279,21 +291,13 @@ class StateWatch:
 
     def know(self, own: Iterable[OwnState]) -> None:
         """These optimizers' state_dict() has more than what is looked at here."""
-        self._changes += [LateChange(f"what {one.name} has", lambda one=one: seen(one)) for one in own]  # type: ignore[misc]
+        for one in own:
+            self._others[f"what {one.name} has"] = (lambda one=one: seen(one)), ne  # type: ignore[misc]
 
     def keep(self, names: Iterable[StateName]) -> None:
         """Copy these from now on: a run that is resumed has found that they move."""
         self._witness.look()
         self._promote([name for name in names if self._witness.get(name) is not None])
-
-    def learn(self, habits: Habits) -> None:
-        """Go on from what a run that is resumed has learned of tensors that are here too."""
-        self._witness.look()
-        found = {StateName(kind, of, key): (count, Recurrence(*when)) for kind, of, key, count, when in habits.writes}
-        self._late = {name: one for name, one in found.items() if self._witness.get(name) is not None}
-        for one in self._changes:
-            one.when = Recurrence(*habits.changes.get(one.what, ()))
-        self._habitual = [one for one in self._changes if one.habitual]
 
     def alike(self) -> dict[str, Marks]:
         """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks.
@@ -360,38 +364,22 @@ class StateWatch:
             reasons.append(f"the {some(empty)} was emptied after the end of step {step}; a resume reinitialises it")
         return [name for name in found if name not in empty and not is_copied(name)], lent, reasons
 
-    def habits(self, step: int, ends_epoch: bool | None) -> Habits:
-        """What the loop does after its updates, up to `step`: the last one to end, or the one that was cut off."""
-        late = dict(self._late)
-        if self._updated is not None and step == self._ended_step + 1:
-            for name in self._witness.moved(self._updated):
-                count, when = late.get(name, (0, Recurrence()))
-                late[name] = count, when.happened(step, ends_epoch)
-        writes = [(*name, count, when.numbers) for name, (count, when) in late.items()]
-        return Habits(writes=writes, changes={one.what: one.when.numbers for one in self._changes if one.when.times})
-
-    def cut_off(self, ends_epoch: bool | None = None) -> list[str]:
-        """Why a step that was cut off between its update and its end may lack something."""
+    def moved_late(self) -> dict[str, int]:
+        """Of tensors and state, what has moved since the update in the step under way, and how often: 0 if unknown."""
         if self._updated is None:
-            return []
+            return {}
+        moved = self._written(self._updated, self._witness.mark(self._updated))
+        return moved | ({AMOUNT: 0} if self._counts.is_out() else {})
 
-        def is_due(when: Recurrence) -> bool:
-            return bool(when.times) and when.forecast(self._ended_step + 1, ends_epoch, 1) is not Forecast.NOT_DUE
-
-        now = self._witness.mark(self._updated)
-        moved = self._witness.moved(self._updated, now)
-        writes = {name: self._witness.writes(name, self._updated, now) for name in moved}
-        missing = [name for name, (_, when) in self._late.items() if name not in writes and is_due(when)]
-        partly = [name for name, count in writes.items() if self._late.get(name, (-1,))[0] != count or not count]
-        reasons = []
-        if missing:
-            reasons.append(f"the {some(missing)} changed after optimizer.step() in earlier steps, but not in this step")
-        if partly:
-            reasons.append(f"the {some(partly)} changed after optimizer.step(), and was perhaps about to change again")
-        reasons += [reason for one in self._changes for reason in one.reasons(is_due)]
-        if not self._late and ends_epoch is not False and any(map(_swings, self._optimizers)):
-            reasons.append("eval() of the optimizer may have been about to swap the weights for the first time")
-        return [*reasons, *self._counts.cut_off(is_due)]
+    def cut_off(self, ends_epoch: bool | None = None) -> dict[str, str]:
+        """What a step that was cut off between its update and its end may lack, and what is known of that."""
+        if self._updated is None:
+            return {}
+        late, tensors = self._late, [_called(name) for name, _ in self._witness.items()]
+        found = late.may_move([*tensors, *self._others, AMOUNT], late.steps + 1, ends_epoch, self.moved_late())
+        if ends_epoch is not False and late.keys().isdisjoint(tensors) and any(map(_swings, self._optimizers)):
+            found["weights that eval() of the optimizer swaps"] = Forecast.NEVER.value
+        return found
 
     # ------------------------------------------------------------------ inside
 
@@ -446,13 +434,3 @@ def _digest(tensor: torch.Tensor) -> bytes:
         return b""
     memory = bytes_of(tensor)
     return xxhash.xxh3_128_digest(staged_bytes(tensor) if memory is None else memory)
-
-
-def some(names: Iterable[StateName]) -> str:
-    """
-    >>> some(StateName("model", name) for name in "abcde")
-    "parameter 'a', parameter 'b', parameter 'c' and 2 more"
-    """
-    every = [*names]
-    more = f" and {len(every) - _SHOWN_MAX} more" if len(every) > _SHOWN_MAX else ""
-    return ", ".join(str(name) for name in islice(every, _SHOWN_MAX)) + more

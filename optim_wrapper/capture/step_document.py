@@ -72,17 +72,6 @@ def alike(watch: StateWatch) -> bytes:
     return watch.values.members(watch.alike() if watch.copies else {}) + words
 
 
-def changed_before_the_end(which: str, step: int) -> str:
-    """Say that these rank-local extras changed between forward pass and step end; the reason for a death in between."""
-    _log.warning(
-        "%s changed between the forward pass and the end of step %s: if a rank is killed in between, the "
-        "resume is not exact; change it before the forward pass of the step that uses it",
-        which,
-        step,
-    )
-    return f"{which} changed between the forward pass and the end of a step"
-
-
 def begun(moved: Sequence[str] | None) -> bytes:
     """The members of a loop that says when the next step begins. moved: since the end of this one; None: still there.
 

@@ -15,20 +15,19 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.optim_wrapper.capture.witness import StateName, Witness
-from lastwords.processor.recurrence import Recurrence
 from lastwords.sharding.dtensor import local_of
 
 Lent = dict[Any, dict[Any, Any] | None]
 """Parameter -> what its state lacks; None: it is not worth saving."""
 
-_OUT = "the loop removes optimizer state after optimizer.step() and restores it before the next update"
-_GONE = "the loop removes optimizer state after optimizer.step()"
+AMOUNT = "the amount of optimizer state"
+"""What messages call it that the loop takes state out after its update."""
 
 
 class StateCounts:
     """How much state the optimizers have at the moments of a step: a microsecond for each 50 parameters.
 
-    optimizers: those that have a state of their own, also while it changes. Training thread, except `cut_off`.
+    optimizers: those that have a state of their own, also while it changes. Training thread, except `is_out`.
     """
 
     def __init__(self, optimizers: Callable[[], Collection[Optimizer]]) -> None:
@@ -37,7 +36,6 @@ class StateCounts:
         self._out = False
         """There was less at the last step's end than after its update, or than at the end before it."""
         self._ended = 0
-        self._went = Recurrence()
         self._comes_back = self._stays_away = False
 
     def now(self) -> int:
@@ -61,31 +59,26 @@ class StateCounts:
         """The optimizer has written it. Not called: it is not looked at in this step."""
         self._updated = self.now()
 
-    def end_step(self, entries: int, step: int = 0, ends_epoch: bool | None = None) -> None:
-        """The step is over. ends_epoch: whether it is the last one of its epoch; None: not known."""
-        self._out = entries < (self._ended if self._updated is None else self._updated)
+    def is_out(self, entries: int | None = None) -> bool:
+        """Whether there is less now than after the update, or than at the last step's end. entries: what `now` says."""
+        return (self.now() if entries is None else entries) < (self._ended if self._updated is None else self._updated)
+
+    def end_step(self, entries: int) -> bool:
+        """The step is over. Returns whether state is out."""
+        self._out = self.is_out(entries)
         self._ended, self._updated = entries, None
-        if self._out:
-            self._went = self._went.happened(step, ends_epoch)
+        return self._out
 
     def reasons(self) -> list[str]:
         """Why what is saved of the last step's end may lack state, or have some that was not there then."""
         if self._comes_back:
-            return [f"{_OUT}, so it is missing from the state saved at a step's end"]
+            out = "the loop removes optimizer state after optimizer.step() and restores it before the next update"
+            return [f"{out}, so it is missing from the state saved at a step's end"]
         if self._out and not self._stays_away:
             return ["optimizer state was removed between optimizer.step() and the end of the step"]
         if self.now() > self._ended:
             return ["optimizer state was added after the end of the step"]
         return []
-
-    def cut_off(self, is_due: Callable[[Recurrence], bool] = lambda when: False) -> list[str]:
-        """Why what is saved of a step that has come to its update, and not to its end, may lack state."""
-        known = self._updated if self._updated is not None else self._ended
-        if self.now() < known:
-            return ["optimizer state was removed after optimizer.step()"]
-        if self._comes_back:
-            return [f"{_OUT}; in this step that may not have happened yet"]
-        return [f"{_GONE}; in this step that may not have happened yet"] if is_due(self._went) else []
 
 
 def gone_for_good(witness: Witness, lent: Lent, parameters: Mapping[str, torch.Tensor]) -> list[StateName]:

@@ -46,7 +46,7 @@ from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
 from lastwords.optim_wrapper.state import extra_digests, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved, saved_in
 from lastwords.optim_wrapper.state.beside import UNSEEN
-from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, restore_inline
+from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 from lastwords.processor.box_reader import RegionCopy
@@ -216,7 +216,7 @@ def _restore(
         local_buffers |= untouched
     with_same = None if moved else recorder.units.table.holding_the_same(world.rank)
     reasons += _not_alike(manifest, world.rank, with_same)
-    history = _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
+    _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
@@ -235,14 +235,13 @@ def _restore(
         if run.data is None:  # else the loader is not known before steps() begins
             reasons += recorder.attributes.generators.unsaved()
         reasons += recorder.extra_buffers.restore(step_regions)
-        local_history = None
         inline = manifest.locals[extras_of].document.extras_inline(f"{path}: local_extras")
         if inline is not None:
-            local_history = restore_inline(recorder.local_extras, inline)
+            restore_inline(recorder.local_extras, inline)
     else:
-        step_regions, epoch_start, local_history, at_step, at_start = {}, {}, None, NOTHING, NOTHING
+        step_regions, epoch_start, at_step, at_start = {}, {}, NOTHING, NOTHING
     reasons += recorder.gradients.restore(step_regions)
-    recorder.history(history, local_history, habits_for(None if moved else world.rank, manifest))
+    recorder.learn(habits_for(None if moved else world.rank, manifest))
     reasons += [*recorder.extras.own_reasons, *recorder.local_extras.own_reasons]
     return Resumed(
         path=path,
@@ -304,7 +303,7 @@ def _restore_units(
     rank_local_buffers: frozenset[str],
     reasons: list[str | Reason],
     surveyed: Survey | None,
-) -> ExtrasSnapshot:
+) -> None:
     """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
 
     What makes the resume inexact is added to `reasons`.
@@ -343,7 +342,7 @@ def _restore_units(
         groups = recorder.view.optimizer.param_groups
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
         reasons += plain_values.align(groups, entries, used)
-    return recorder.extras.restore(of_extras.meta.extras, extras.read)
+    recorder.extras.restore(of_extras.meta.extras, extras.read)
 
 
 def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = None) -> list[Reason]:

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import Habits
+from lastwords.checkpoint.meta import NO_STATE, Habits, StoredLate
+from lastwords.processor.recurrence import Recurrence
 from lastwords.processor.saver import Position
 
 
 def habits_for(rank: int | None, manifest: Manifest) -> Habits:
     """What the saved run had learned: that of this rank, or of all together where its own is lost, or for None."""
     every = {rank: local.meta.habits for rank, local in manifest.locals.items()}
-    own = every.get(-1 if rank is None else rank)
+    own = manifest.locals.get(-1 if rank is None else rank)
     names_go_back = any(habits.names_go_back for habits in every.values())  # all ranks have to judge alike
-    if own is not None and own.late is not None:
-        return replace(own, names_go_back=names_go_back)
-    newest = max(every.values(), key=lambda one: one.late[2] if one.late else -1, default=Habits())
-    writes = {one[:3]: one for one in sorted((one for habits in every.values() for one in habits.writes), key=_last)}
+    if own is not None and own.meta.kind != NO_STATE:
+        return replace(own.meta.habits, names_go_back=names_go_back)
+    passes = {one.passes for one in every.values()} - {None}
     return Habits(
         names_go_back=names_go_back,
-        passes=newest.passes if rank is not None else None,
-        late=newest.late,
-        moved=newest.moved,
-        tentative_reasons=[*dict.fromkeys(why for one in every.values() for why in one.tentative_reasons)],
+        passes=passes.pop() if rank is not None and len(passes) == 1 else None,
         early_reasons=[*dict.fromkeys(why for one in every.values() for why in one.early_reasons)],
-        writes=[*writes.values()],
-        changes={
-            what: max((one.changes[what] for one in every.values() if what in one.changes), key=lambda when: when[2])
-            for what in {what for one in every.values() for what in one.changes}
-        },
+        after_copy=_newest(one.after_copy for one in every.values()),
+        after_update=_newest(one.after_update for one in every.values()),
+        updates=max((one.updates for one in every.values()), default=0),
     )
 
 
-def _last(writes: tuple[Any, ...]) -> int:
-    return int(writes[-1][2])
+def _newest(tables: Iterable[StoredLate]) -> StoredLate:
+    """Of each name what is known by the table in which it has come last."""
+    every = [item for table in tables for item in table.items()]
+    return dict(sorted(every, key=lambda item: Recurrence(*item[1]).last))
 
 
 def last_named(manifest: Manifest) -> Position | None:

@@ -1,8 +1,10 @@
 """Extras: schedulers, scalers and other objects of the user's that have to come along.
 
 At each step's end their state is compared with the one before and copied where it differs, which costs a few
-microseconds for a scheduler; it becomes JSON and tensors only when it is saved. Which of them moved in which step
-is remembered, because a rank can be caught between the update and the scheduler's own step (see `after_update`).
+microseconds for a scheduler; it becomes JSON and tensors only when it is saved. A rank can be caught between the update
+and the scheduler's own step: see `after_update`. Torch's schedulers, scalers and modules (averaged models) move as a
+whole, in one call, which has come or has not. Of other objects and of dicts each value is looked at for itself, down
+to a few levels.
 
 What cannot be stored is refused at the start. Later on it is left out as soon as it appears, and that is said: it may
 cost exactness, never the weights or a healthy run. Of an object all is left out, of a dict only the key in question.
@@ -16,7 +18,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,20 +31,17 @@ from lastwords.checkpoint.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.extra_moves import (
-    CutOff,
-    LeftOut,
-    Moves,
-    Taken,
-    moves_of,
-    noted,
-    steps_without_argument,
-    stored_moves,
-)
 from lastwords.optim_wrapper.state.own_state import OwnState
+from lastwords.optim_wrapper.state.schedulers import (
+    is_at_its_end,
+    is_scheduler,
+    steps_without_argument,
+    times_stepped,
+)
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, source_of, spec_of
-from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, out_of, put_together, take_apart
-from lastwords.optim_wrapper.tensors.value_copies import advance, overwrite_values
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, NamedTensor, out_of, put_together, take_apart
+from lastwords.optim_wrapper.tensors.value_copies import DICTS, advance, overwrite_values
+from lastwords.processor.recurrence import REPEATS_MIN, Forecast, Late
 
 _log = logging.getLogger(__name__)
 
@@ -52,29 +51,79 @@ JSON_BYTES_MAX = 16 << 20
 _DEPTH_MAX = 9
 
 
+_WHOLE_BELOW, _ITEMS_MAX = 4, 64
+"""What is deeper, or has more items (averaged weights by name), is looked at as one value."""
+
+_ODDLY = ", stepped otherwise than once,"
+"""After the name of a scheduler: it has moved so."""
+
+_MAY_COME = (Forecast.NEVER, Forecast.UNKNOWN)
+_TAKEN_OVER = (*_MAY_COME, Forecast.STOPPED, Forecast.NOT_DUE)
+"""What is forecast of a scheduler that has not moved, and of one that has, where it may take another one's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Stands in a snapshot for a value that cannot be stored. reason: which one, and why."""
+
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class ExtrasSnapshot:
-    """States of all extras at one moment, by name, and what is known of how they move.
+    """States of all extras at one moment, by name.
 
     Never changed once made: what has not moved is shared with the snapshot before. `LeftOut` may stand in it.
-    steps: ends of steps with an update seen so far. moves: in which of these what moved. step_on_resume: schedulers
-    whose step() for this step is still due.
+    moved: what of them has since the step before, by what messages call it. step_on_resume: schedulers whose step() for
+    this step is still due.
     """
 
     states: Mapping[str, Any]
-    steps: int = 0
-    moves: Moves = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)
     step_on_resume: tuple[str, ...] = ()
 
-    @property
-    def moved_last(self) -> frozenset[str]:
-        """Names of those that moved in the last step with an update."""
-        return frozenset(name for (name, _), one in self.moves.items() if one.last == self.steps)
+
+class _Taken(NamedTuple):
+    """One extra at one moment. was: its state at the last step's end. differs: `now` is another one."""
+
+    name: str
+    called: str
+    target: Any
+    was: Any
+    now: Any
+    differs: bool
 
     @property
-    def moved(self) -> frozenset[str]:
-        """Names of those that have ever moved."""
-        return frozenset(name for name, _ in self.moves)
+    def is_whole(self) -> bool:
+        """Whether nothing of it moves later in a step than the rest."""
+        return is_scheduler(self.target) or isinstance(self.target, torch.amp.GradScaler | torch.nn.Module)
+
+    def leaves(self, *, every: bool) -> Iterator[tuple[str, bool]]:
+        """What of it moves by itself after an update, and whether it has moved; every: not only what has."""
+        if isinstance(self.target, OwnState) and self.target.final_after_update:
+            return
+        if not self.is_whole:
+            yield from _inner(self.was, self.now, self.called, _WHOLE_BELOW, every=every)
+            return
+        yield self.called, self.differs
+        if self.differs and times_stepped(self.was, self.now) != 1:
+            yield self.called + _ODDLY, True
+
+    def may_move(self, forecast: Callable[[str], Forecast]) -> dict[str, str]:
+        """What of it may be about to move where its step was cut off after the update, and what is known of that."""
+        leaves, spared = dict(self.leaves(every=True)), {Forecast.NOT_DUE}
+        if self.is_whole:
+            if not self.now or isinstance(self.now, LeftOut):
+                return {}
+            if self.differs and forecast(self.called + _ODDLY) is not Forecast.NEVER:
+                leaves.setdefault(self.called + _ODDLY, False)
+            spared |= {Forecast.STOPPED} if is_scheduler(self.target) else set()
+        elif not isinstance(self.target, dict):
+            due = [moved for leaf, moved in leaves.items() if forecast(leaf) is Forecast.DUE]
+            if due and all(due):
+                spared.add(Forecast.NEVER)  # its own method has moved it, and spares what it always spares
+        found = {leaf: forecast(leaf) for leaf, moved in leaves.items() if not moved}
+        return {leaf: one.value for leaf, one in found.items() if one not in spared}
 
 
 class Extras:
@@ -169,29 +218,18 @@ class Extras:
             if _is_loader(value):
                 value.load_state_dict(value.state_dict())
 
-    def first(self, history: ExtrasSnapshot | None = None) -> ExtrasSnapshot:
-        """States before the first step of this process; `history` is that of the run which is resumed."""
-        states = {name: self._state(name) for name in self._objects}
-        if history is None:
-            return ExtrasSnapshot(states)
-        return ExtrasSnapshot(states, history.steps, history.moves)
+    def first(self) -> ExtrasSnapshot:
+        """States before the first step of this process."""
+        return ExtrasSnapshot({name: self._taken(name, self._called(name), None)[0] for name in self._objects})
 
-    def ended(self, before: ExtrasSnapshot, updated: bool = True, ends_epoch: bool | None = None) -> ExtrasSnapshot:
-        """States at a step's end, `before` being those at the end of the step before.
-
-        updated: the step had an update. Only such steps are those in which something moves or not, since a loop that
-        skips one may step its schedulers or not. ends_epoch: it is the last one of its epoch; None: not known.
-        """
+    def ended(self, before: ExtrasSnapshot, updated: bool = True) -> ExtrasSnapshot:
+        """States at a step's end, `before` being those at the end of the step before. updated: it had an update."""
         if not self._objects:
             return before
         taken = self._all_taken(before)
-        states = {one.name: one.now for one in taken}
-        if not updated:
-            return replace(before, states=states)
-        if self._stepped:
+        if updated and self._stepped:
             self._judge_stepped(taken)
-        step = before.steps + 1
-        return ExtrasSnapshot(states, step, noted(before.moves, taken, step, ends_epoch))
+        return ExtrasSnapshot({one.name: one.now for one in taken}, _moved(taken))
 
     def again(self, before: ExtrasSnapshot, *, loaders: bool = True) -> tuple[ExtrasSnapshot, list[str]]:
         """States at another look after the step end of `before`, and the names of what has moved since.
@@ -205,22 +243,43 @@ class Extras:
     # ------------------------------------------------------------------ writer's thread
 
     def after_update(
-        self, before: ExtrasSnapshot | None, ends_epoch: bool | None = None
-    ) -> tuple[ExtrasSnapshot, list[str]]:
-        """States for a step whose update is done and whose end was never reached; and why they are not exact.
+        self, before: ExtrasSnapshot | None, late: Late, ends_epoch: bool | None = None
+    ) -> tuple[ExtrasSnapshot, dict[str, str]]:
+        """States for a step whose update is done and whose end was never reached; and what these may lack, and why.
 
         What has moved since `before` is taken as it is. A scheduler that has not is marked to be stepped on resume
         where that is certain: it has moved once in each step, nothing else is about to take over, and its step() needs
-        no argument. Of everything else that may have been about to move it is said.
+        no argument. late: what has moved in the steps before.
         """
-        before = before or self.first()
-        taken, step = self._all_taken(before), before.steps + 1
-        cut_off = CutOff(taken, before.moves, step, ends_epoch)
-        due = cut_off.due()
-        moved = [replace(one, differs=True) if one.name in due else one for one in taken]
-        moves = noted(before.moves, moved, step, ends_epoch)
+        taken = self._all_taken(before or self.first())
+        schedulers = [one for one in taken if is_scheduler(one.target)]
+
+        def forecast(leaf: str) -> Forecast:
+            # One that takes over from another may do so at the end of an epoch, by chance.
+            alone = len(schedulers) == 1 and leaf.startswith(schedulers[0].called)
+            return late.forecast(leaf, late.steps + 1, ends_epoch, 1 if alone else REPEATS_MIN)
+
+        def is_due(one: _Taken) -> bool:
+            """No other scheduler may be about to take over, and the scheduler itself not about to end."""
+            return (
+                not one.differs
+                and forecast(one.called) is Forecast.DUE
+                and steps_without_argument(one.target)
+                and one.called + _ODDLY not in late
+                and not is_at_its_end(one.now)
+                and not any(
+                    forecast(other.called) in (_TAKEN_OVER if other.differs else _MAY_COME)
+                    for other in schedulers
+                    if other is not one
+                )
+            )
+
+        due = [one for one in schedulers if is_due(one)]
+        found = [one.may_move(forecast) for one in taken if one not in due]
+        moved = {**_moved(taken), **dict.fromkeys((one.called for one in due), 1)}
         states = {one.name: one.now for one in taken}
-        return ExtrasSnapshot(states, step, moves, tuple(due)), cut_off.reasons(self._called)
+        snapshot = ExtrasSnapshot(states, moved, tuple(one.name for one in due))
+        return snapshot, {leaf: why for each in found for leaf, why in each.items()}
 
     def store(
         self,
@@ -254,23 +313,18 @@ class Extras:
         meta = ExtrasMeta(
             states=trees,
             left_out=left_out,
-            steps=snapshot.steps,
-            moved=sorted(snapshot.moved),
-            moves=stored_moves(snapshot.moves),
             step_on_resume=[name for name in snapshot.step_on_resume if name in trees],
         )
         return meta, list(tensors.values())
 
     # ------------------------------------------------------------------ resume
 
-    def restore(self, meta: ExtrasMeta, read: Callable[[Tree], torch.Tensor]) -> ExtrasSnapshot:
-        """Put stored states back; `read(node)` gives a stored tensor. Returns the history they come with.
+    def restore(self, meta: ExtrasMeta, read: Callable[[Tree], torch.Tensor]) -> None:
+        """Put stored states back; `read(node)` gives a stored tensor.
 
         Raises MismatchError, before anything is changed, if the names differ.
         """
         trees, left_out = meta.states, frozenset(meta.left_out)
-        moves = moves_of(meta)
-        history = ExtrasSnapshot({}, meta.steps, moves, tuple(meta.step_on_resume))
         for name in self._own.keys() - trees.keys() - left_out:
             self._own[name].not_saved()
         missing, extra = (
@@ -302,7 +356,7 @@ class Extras:
                     "register the same kind of object as the saved run did",
                     different={self._called(name): repr(error)},
                 ) from error
-        for name in history.step_on_resume:
+        for name in meta.step_on_resume:
             if not steps_without_argument(self._objects[name]):
                 raise FormatError(f"{self._label}[{name!r}] has a pending scheduler step, but is not a scheduler here")
             with warnings.catch_warnings():
@@ -310,19 +364,18 @@ class Extras:
                 warnings.simplefilter("ignore", UserWarning)
                 self._objects[name].step()
             _log.info("%s[%r]: made the pending scheduler step", self._label, name)
-        self._stepped = frozenset(history.step_on_resume)
-        return history
+        self._stepped = frozenset(meta.step_on_resume)
 
     # ------------------------------------------------------------------ inside
 
-    def _all_taken(self, before: ExtrasSnapshot) -> list[Taken]:
-        known = before.states
-        return [
-            Taken(name, one, known.get(name), *self._taken(name, known.get(name)))
-            for name, one in self._objects.items()
-        ]
+    def _all_taken(self, before: ExtrasSnapshot) -> list[_Taken]:
+        taken = []
+        for name, one in self._objects.items():
+            called, was = self._called(name), before.states.get(name)
+            taken.append(_Taken(name, called, one, was, *self._taken(name, called, was)))
+        return taken
 
-    def _judge_stepped(self, taken: list[Taken]) -> None:
+    def _judge_stepped(self, taken: list[_Taken]) -> None:
         self.ledger.tell(
             *(
                 f"{self._label}[{one.name!r}] was stepped on resume, as in every earlier step, but the loop now "
@@ -333,12 +386,9 @@ class Extras:
         )
         self._stepped = frozenset()
 
-    def _state(self, name: str) -> Any:
-        return self._taken(name, None)[0]
-
-    def _taken(self, name: str, before: Any) -> tuple[Any, bool]:
+    def _taken(self, name: str, path: str, before: Any) -> tuple[Any, bool]:
         """`advance` to the state as it is now, with what cannot be stored left out."""
-        value, path = self._objects[name], self._called(name)
+        value = self._objects[name]
         try:
             now = _state_of(value)
         except Exception as error:  # of the user's own code: handed to the log and to the checkpoint
@@ -394,6 +444,29 @@ def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Ten
             yield from _leaves(item, f"{place}[{key!r}]", depth - 1)
 
 
+def _moved(taken: list[_Taken]) -> dict[str, int]:
+    return {leaf: 1 for one in taken if one.differs for leaf, moved in one.leaves(every=False) if moved}
+
+
+def _inner(was: Any, now: Any, path: str, depth: int, *, every: bool) -> Iterator[tuple[str, bool]]:
+    """Values inside of `now` by their paths, and whether `was` has others, an earlier copy that shares what is equal.
+
+    every: not only in what is not shared.
+    """
+    if (was is now and not every) or isinstance(now, LeftOut):  # which is told anyway
+        return
+    kind = type(now)
+    if depth and (kind in DICTS or kind is list) and 0 < len(now) <= _ITEMS_MAX:
+        before = {} if type(was) is not kind else was if kind in DICTS else dict(enumerate(was))
+        for key, item in now.items() if kind in DICTS else enumerate(now):
+            yield from _inner(before.get(key, _ABSENT), item, f"{path}[{key!r}]", depth - 1, every=every)
+    else:
+        yield path, was is not now and (kind not in ATOMS or type(was) is not kind or advance(was, now)[1])
+
+
+_ABSENT = object()
+
+
 def _reason(value: Any, path: str) -> str:
     """Why a value was left out."""
     if isinstance(value, LeftOut):
@@ -417,9 +490,9 @@ def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> InlineExtras:
     return InlineExtras(meta, inline)
 
 
-def restore_inline(extras: Extras, packed: InlineExtras) -> ExtrasSnapshot:
+def restore_inline(extras: Extras, packed: InlineExtras) -> None:
     """Inverse of `pack_inline`: puts the states back into the objects."""
-    return extras.restore(packed.tree, out_of(packed.tensors, "local_extras"))
+    extras.restore(packed.tree, out_of(packed.tensors, "local_extras"))
 
 
 def _is_loader(extra: Any) -> bool:

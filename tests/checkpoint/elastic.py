@@ -194,9 +194,6 @@ def meta_of(job: Whole, own: Mapping[str, Box], called: Callable[[str], str], **
 
 EXTRAS = ExtrasMeta(
     states={"ema": {"dict": [["w", {"tensor": "unit/replicated/extra/ema.w", "dtype": "float32", "shape": [3]}]]}},
-    steps=0,
-    moves=[],
-    moved=[],
     step_on_resume=[],
 )
 

@@ -32,9 +32,6 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = ExtrasMeta(
     states={"ema": {"plain": 1}},
     left_out={"probe": ["extras['probe'] cannot be stored"]},
-    steps=3,
-    moved=["ema"],
-    moves=[("ema", "", 3, 1, 3, 1, 2, 0)],
     step_on_resume=[],
 )
 FULL = UnitMeta(
@@ -138,14 +135,16 @@ def test_a_local_state_keeps_the_words_of_the_black_box_and_says_what_they_mean(
 
 
 def test_habits_come_back_and_those_of_an_older_file_are_not_known() -> None:
-    when = (3, 1, 3, 1, 2, 0)
-    writes = [("optim", "w", "step", 1, when)]
-    habits = Habits(late=when, moved="rng/torch", tentative_reasons=["t"], early_reasons=["e"], writes=writes)
+    when = (3, 1, 3, 1, 2, 0, 1)
+    habits = Habits(
+        after_copy={"rng/torch": when}, after_update={"parameter 'w'": when}, updates=3, early_reasons=["e"]
+    )
     said = json.loads(json.dumps(LocalMeta(habits=habits).to_json()))
     assert LocalMeta.read(said).habits == habits
     assert LocalMeta.read({"kind": "committed", "slot": {}}).habits == Habits()
-    with pytest.raises(FormatError, match=r"meta\.habits\.writes\[0\]"):
-        LocalMeta.read({**said, "habits": {"writes": [["optim", "w", "step", 1, [1, 2]]]}})
+    for table in ("after_copy", "after_update"):
+        with pytest.raises(FormatError, match=rf"meta\.habits\.{table}\.w"):
+            LocalMeta.read({**said, "habits": {table: {"w": [1, 2]}}})
 
 
 def test_extras_of_one_rank_are_packed_twice_and_come_back() -> None:

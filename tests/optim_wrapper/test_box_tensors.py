@@ -24,6 +24,7 @@ from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor import black_box
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
+from lastwords.processor.recurrence import Late
 from tests.ledgers import told
 from tests.optim_wrapper.test_rank_local import held
 
@@ -105,7 +106,7 @@ def test_gradients_of_another_type_are_refused_before_anything_changes(tmp_path:
 
 
 def boxed(folder: Path, tensors: BoxTensors) -> BoxRecorder:
-    return BoxRecorder(BlackBox.create(folder / "rank_0.box", BoxLayout(tensors.regions)), (tensors,))
+    return BoxRecorder(BlackBox.create(folder / "rank_0.box", BoxLayout(tensors.regions)), (tensors,), Late())
 
 
 def values(made: BoxRecorder, step: int, name: str) -> list[float] | None:
@@ -173,5 +174,5 @@ def test_a_shortage_of_memory_is_told_once(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(black_box.os, "posix_fallocate", full)
-    BoxRecorder(box, (tensors,)).committed(1, b"{}")
+    BoxRecorder(box, (tensors,), Late()).committed(1, b"{}")
     assert len(told(tensors)) == 1

@@ -19,6 +19,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor import whole_copies as module
 from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.recurrence import Recurrence
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies, read_copy
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -206,6 +207,9 @@ def test_where_only_some_steps_are_copied_what_the_rank_had_for_itself_is_in_the
         assert loop.source.position(step) == Position(1, step)
         found = loop.source.local_states([0], step)[0]
         assert (found.exact, found.meta.slot["step"]) == (True, step)
+        habits = found.meta.habits
+        known = Recurrence(*habits.after_update["extras['average']['weight']"])
+        assert (habits.updates, known.times, known.last) == (step, step, step), "what is known of a later step is not"
         (stream,) = [bytes(source) for spec, source in found.tensors if spec.name == "local/0/rng/torch"]  # type: ignore[arg-type]
         assert stream == streams[step].numpy().tobytes()
     lost = loop.source.local_states([0], 5)[0]

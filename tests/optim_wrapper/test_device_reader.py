@@ -196,6 +196,7 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(
     from lastwords.optim_wrapper.state.plain_values import copy_groups
     from lastwords.optim_wrapper.state.rank_units import RankUnits
     from lastwords.optim_wrapper.state.state_view import UnitView
+    from lastwords.processor.recurrence import Late
     from lastwords.processor.saver import Position
     from lastwords.processor.whole_copies import WholeCopies
     from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
@@ -232,7 +233,7 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(
             **doubts,
         )
         extras = Extras({}, "extras")
-        state.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))  # type: ignore[arg-type]
+        state.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(), Late()))
         for _, tensor in state.unit_state(UNIT_REPLICATED, 1, Stand(Phase.COMPUTING, 1)).tensors:
             if callable(tensor):
                 tensor()

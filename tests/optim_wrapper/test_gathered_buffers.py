@@ -15,6 +15,7 @@ from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, regions
 from lastwords.processor.black_box import BlackBox, BoxLayout
 from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.recurrence import Late
 
 WIDE = box_tensors.GATHERED_BYTES_MAX // 4
 
@@ -44,7 +45,7 @@ def bn(model: nn.Sequential, at: int = 0) -> nn.BatchNorm1d:
 def opened(tmp_path: Path, model: nn.Module) -> tuple[BoxRecorder, BoxTensors]:
     capture = Buffers(model).tensors
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions((capture,))))
-    return BoxRecorder(box, (capture,)), capture
+    return BoxRecorder(box, (capture,), Late()), capture
 
 
 def assert_held(made: BoxRecorder, model: nn.Module, step: int) -> None:
@@ -68,7 +69,7 @@ def test_each_region_has_its_buffers_bytes_and_equal_copies_are_equal(tmp_path: 
     made.tentative(6)
     bn(model, 8).running_var.data.view(torch.uint8)[-1] += 1
     assert made.committed(6, b"{}") is True
-    assert made.moved == "buffer/8.running_var"
+    assert {*made.late} == {"buffer/8.running_var"}
 
 
 def other_memory(layer: nn.BatchNorm1d) -> None:
@@ -139,7 +140,7 @@ def test_what_comes_to_a_model_without_buffers_gets_room(tmp_path: Path) -> None
     buffers = Buffers(model)
     tensors = buffers.tensors
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions((tensors,))))
-    BoxRecorder(box, (tensors,)).committed(1, b"{}")
+    BoxRecorder(box, (tensors,), Late()).committed(1, b"{}")
     model.register_buffer("late", torch.ones(3))
     buffers.look()
     assert tensors.needs_room

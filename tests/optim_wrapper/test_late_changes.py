@@ -25,12 +25,14 @@ def cut_off(job: Job) -> list[str]:
     return job.save(Phase.UPDATED, job.step + 1)[1]
 
 
-def late(what: str) -> list[str]:
-    return [f"the loop changes {what} after optimizer.step(); in this step that may not have happened yet"]
-
-
 def named(job: Job, reasons: list[str]) -> list[str]:
-    return [reason.removeprefix(f"step {job.step + 1} was cut off before its end: ") for reason in reasons]
+    """What is said to have been about to change."""
+    prefix, suffix = (
+        f"step {job.step + 1} was cut off before its end: ",
+        " may have been about to change; this ",
+    )
+    assert all(reason.startswith(prefix) and suffix in reason for reason in reasons)
+    return [reason.removeprefix(prefix).partition(suffix)[0] for reason in reasons]
 
 
 def scale(job: Job, key: str, factor: float = 0.9) -> None:
@@ -79,7 +81,7 @@ def test_of_hyperparameters_only_what_a_scheduler_s_step_leaves_is_not_told(
         by_hand(job)
 
     job.run(2, after=after)
-    assert named(job, cut_off(job)) == (late("hyperparameters") if told else [])
+    assert named(job, cut_off(job)) == (["hyperparameters"] if told else [])
 
 
 class Plain:
@@ -97,7 +99,7 @@ def test_a_scheduler_that_does_not_show_what_it_leaves_explains_lr_alone(tmp_pat
     job = Job(tmp_path)
     job.recorder.watch.schedulers = [Plain(job.optimizer)]
     job.run(2, after=lambda net: scale(job, key))
-    assert named(job, cut_off(job)) == (late("hyperparameters") if told else [])
+    assert named(job, cut_off(job)) == (["hyperparameters"] if told else [])
 
 
 def test_numbers_that_the_loop_changes_after_its_update_are_told(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_numbers_that_the_loop_changes_after_its_update_are_told(tmp_path: Path)
     job.recorder.end_step(3, None)
     job.step = 3
     job.run(1, after=lambda net: state.update(scale=0.5))
-    assert named(job, cut_off(job)) == late("the optimizer's numbers")
+    assert named(job, cut_off(job)) == ["the optimizer's numbers"]
 
 
 def test_requires_grad_that_the_loop_changes_after_its_update_is_told(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_requires_grad_that_the_loop_changes_after_its_update_is_told(tmp_path: 
     job.step = 3
     job.net.frozen.requires_grad_()
     job.recorder.end_step(3, None)
-    assert named(job, cut_off(job)) == late("requires_grad")
+    assert named(job, cut_off(job)) == ["requires_grad"]
 
 
 class Counting(OwnState):
@@ -152,7 +154,7 @@ def test_own_state_that_the_loop_changes_after_its_update_is_told(tmp_path: Path
     job.step = 3
     CHANGES[case](own.state)
     job.recorder.end_step(3, None)
-    assert named(job, cut_off(job)) == late("what optimizer.state_dict() has")
+    assert named(job, cut_off(job)) == ["what optimizer.state_dict() has"]
 
 
 def test_a_state_dict_that_raises_does_not_stop_the_loop(tmp_path: Path) -> None:

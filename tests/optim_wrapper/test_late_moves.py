@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lastwords
-from lastwords.optim_wrapper.capture import source
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
+from lastwords.processor.recurrence import Forecast, Late
 from lastwords.processor.saver import Position
 
 PER_EPOCH = 4
@@ -82,7 +82,6 @@ def test_where_it_is_not_asked_when_it_comes_every_later_step_is_told(
     for validates in (at_ends, every_third):
         wrong = [step for step in STEPS if validates(step)][1:]
         assert {*wrong} <= {*told(tmp_path, validates)}
-    monkeypatch.setattr(source, "_spared", lambda late, copy: False)
-    assert told(tmp_path, at_ends) == [*STEPS][4:]
-    monkeypatch.setattr(source, "_spared", lambda late, copy: True)
-    assert told(tmp_path, at_ends) == []
+    for forecast, found in ((Forecast.UNKNOWN, [*STEPS][4:]), (Forecast.NOT_DUE, [])):
+        monkeypatch.setattr(Late, "forecast", lambda *_, forecast=forecast: forecast)
+        assert told(tmp_path, at_ends) == found

@@ -217,12 +217,12 @@ class Job:
         extras = _ExtraTensors(saved.meta.extras, tuple(specs.values()))
         for name in extras.names:
             extras.into(specs[name])[:] = contents[name]
-        history = self.recorder.extras.restore(saved.meta.extras, extras.read)
+        self.recorder.extras.restore(saved.meta.extras, extras.read)
         with BoxReader(box) as reader:
             copy = reader.read(done)
             assert copy is not None
-            local = restore_inline(self.recorder.local_extras, InlineExtras.read(copy.json["local_extras"], "box"))
-        self.recorder.history(history, local, Habits())
+            restore_inline(self.recorder.local_extras, InlineExtras.read(copy.json["local_extras"], "box"))
+        self.recorder.learn(Habits())
         self.done = done
         self.recorder.begin(done, None)
 

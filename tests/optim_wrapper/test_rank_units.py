@@ -21,6 +21,7 @@ from lastwords.optim_wrapper.state.plain_values import copy_groups
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.recurrence import Late
 from lastwords.processor.saver import Position
 from lastwords.sharding.discover import pieces_of
 from lastwords.sharding.pieces import Members, UnitTable
@@ -248,11 +249,11 @@ def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(
     source = TrainerSource(
         units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch, **NO_DOUBTS  # type: ignore[arg-type, return-value]
     )  # fmt: skip
-    source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(None)))
+    source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(), Late()))
     watch.end_update()
     if written:
         for parameter in net.parameters():
             parameter.data.mul_(2)
     for unit in units.names:
         reasons = source.unit_state(unit, stand.step, stand).meta.reasons
-        assert any("changed" in reason for reason in reasons) == written, unit
+        assert any("change" in reason for reason in reasons) == written, unit

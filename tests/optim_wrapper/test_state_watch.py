@@ -284,10 +284,10 @@ def test_what_an_optimizers_eval_may_write_is_missed_until_it_has_been_seen(tmp_
     job.optimizer.step()
     job.recorder.watch.end_update()
     watch = job.recorder.watch
-    missed = "eval() of the optimizer may have been about to swap the weights for the first time"
-    assert [watch.cut_off(ends) for ends in (True, None, False)] == ([[missed]] * 2 if swings else [[]] * 2) + [[]]
+    missed = "weights that eval() of the optimizer swaps"
+    assert [[*watch.cut_off(ends)] for ends in (True, None, False)] == [[missed] * swings, [missed] * swings, []]
     count(job.net.frozen)
-    watch.end_step(look=False, ends_epoch=True)
+    job.recorder.end_step(3, None)
     job.compute()
     watch.begin_update()
     watch.end_update()

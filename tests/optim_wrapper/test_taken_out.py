@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lastwords.optim_wrapper.capture.taken_out import StateCounts
+from lastwords.optim_wrapper.capture.taken_out import AMOUNT, StateCounts
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.processor.recurrence import Forecast, Recurrence
+from lastwords.processor.recurrence import Late, about_to_change
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 from tests import golden
 from tests.optim_wrapper.test_state_watch import Job
@@ -97,20 +97,18 @@ def test_state_that_is_out_when_the_step_ends_is_named_until_it_is_known_not_to_
 def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     parameter = optimizer.param_groups[0]["params"][0]
-    recorded = StateCounts(lambda: [optimizer])
+    recorded, late = StateCounts(lambda: [optimizer]), Late()
     told = []
     for step in range(1, 9):
         recorded.begin_update()
         optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
         recorded.end_update()
 
-        def is_due(when: Recurrence, step: int = step) -> bool:
-            return bool(when.times) and when.forecast(step, step % 4 == 0, 1) is not Forecast.NOT_DUE
-
-        told.append(recorded.cut_off(is_due))
+        told.append(about_to_change(late.may_move([AMOUNT], step, step % 4 == 0)))
+        assert not recorded.is_out()
         if step % 4 == 0:
             del optimizer.state[parameter]
-        recorded.end_step(recorded.now(), step, step % 4 == 0)
+        late.happened({AMOUNT: 1} if recorded.end_step(recorded.now()) else {}, step, step % 4 == 0)
     assert told[:-1] == [[]] * 7
     golden.says(told[-1][0])
 
@@ -173,9 +171,10 @@ def test_state_that_is_out_at_a_step_s_end_for_the_first_time_is_missed_without_
     counts.end_step(counts.now())
     assert counts.reasons() == []
     counts.begin_update()
-    out = optimizer.state.pop(parameter)
-    counts.end_step(counts.now())
+    out, late = optimizer.state.pop(parameter), Late()
+    late.happened({AMOUNT: 1} if counts.end_step(counts.now()) else {}, 2, None)
     assert counts.reasons() == ["optimizer state was removed between optimizer.step() and the end of the step"]
     optimizer.state[parameter] = out
     counts.begin_update()
-    assert len(counts.cut_off()) == 1
+    assert not counts.is_out()
+    assert [*late.may_move([AMOUNT], 3, None)] == [AMOUNT], "it may be about to go again"

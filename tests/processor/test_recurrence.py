@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from lastwords.processor import recurrence
-from lastwords.processor.recurrence import Forecast, Recurrence
+from lastwords.processor.recurrence import Forecast, Late, Recurrence, about_to_change
 
 PER_EPOCH = 4
 F = Forecast
@@ -63,7 +63,37 @@ def test_what_came_at_some_ends_of_epochs_is_not_foretold_to_be_absent_at_one() 
     assert forecast(lambda step: step in (4, 8), 15) is F.NOT_DUE
 
 
+def test_a_step_that_is_done_again_counts_once_and_is_not_foretold() -> None:
+    seen = Recurrence().happened(2, False).happened(4, True)
+    assert seen.happened(4, True) == seen
+    assert seen.happened(3, False) == seen
+    assert seen.forecast(4, True) is F.UNKNOWN
+
+
+def test_what_has_moved_so_often_as_before_is_done_and_what_has_begun_otherwise_is_not() -> None:
+    late = Late()
+    late.happened({"a": 2, "b": 1, "uncounted": 0}, 1, False)
+    assert late.may_move(late, 2, False, {"a": 2}) == {"b": F.DUE.value, "uncounted": F.DUE.value}
+    odd = late.may_move(late, 2, False, {"a": 1, "b": 1, "uncounted": 0, "new": 1})
+    assert odd.keys() == {"a", "uncounted", "new"}
+    assert {*odd.values()}.isdisjoint(one.value for one in F)
+    assert about_to_change(odd) == [f"a, uncounted, new may have been about to change; this {odd['a']}"]
+    assert late.may_move(["a"], 2, False) == {"a": F.DUE.value}, "of these names alone"
+
+
+def test_what_is_not_due_is_not_told() -> None:
+    late = Late()
+    for step in range(1, 10):
+        late.happened({"third": 1} if step % 3 == 0 else {}, step, None)
+    assert late.steps == 9
+    assert [[*late.may_move(late, step, None)] for step in (10, 11, 12)] == [[], [], ["third"]]
+    again = Late({name: [*when] for name, when in late.items()}, late.steps)
+    assert (again, again.steps) == (late, 9)
+    again.learn({})
+    assert (again, again.steps) == ({}, 0)
+
+
 def test_the_numbers_are_all_there_is() -> None:
     seen = Recurrence().happened(2, True).happened(4, False)
-    assert Recurrence(*seen.numbers) == seen
+    assert Recurrence(*[*seen]) == seen
     assert doctest.testmod(recurrence).failed == 0

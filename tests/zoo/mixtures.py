@@ -74,11 +74,10 @@ def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
     if has(Lazy) and step == 2 and phase in ("fwd", "bwd"):  # it came in step 1, and moves for the first time
         words.append("its first change was seen after the step's copy was taken")
     if has(SamByHand, GrowGroups) and phase != "fwd":  # SAM moves weights that no optimizer has, which are each rank's
-        words.append("the state before the update differed from the state at the step's end")
+        words.append("may have been about to change")
     if has(Moco, ValidateInner) and step + 1 >= 2 * Loop.per_epoch and phase in ("bwd", "mid", "win", "epoch"):
         # The validation at the end of an epoch moves the encoder after the update, as one before has shown.
-        words.append("changed after optimizer.step() in earlier steps")
-        words.append("the state before the update differed from the state at the step's end")
+        words.append("may have been about to change")
     return tuple(words)
 
 

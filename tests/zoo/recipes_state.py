@@ -40,7 +40,7 @@ class OffloadKey(Loop):
 
 
 @recipe("offload_over_end", "the same from the update to the next one", "fwd bwd win end",
-        {"all": ("was removed", "removes optimizer state")})  # fmt: skip
+        {"all": ("was removed", "removes optimizer state", "the amount of optimizer state")})  # fmt: skip
 class OffloadOverEnd(Loop):
     out: dict[Any, Any] | None = None
 
@@ -273,7 +273,7 @@ class FrozenInTurns(Loop):
 
 
 @recipe("reset_by_epoch", "moments deleted at each epoch's end", "end@4 win@8 fwd@9",
-        {"end": "was removed", "win": "removes"})  # fmt: skip
+        {"end": "was removed", "win": "the amount of optimizer state"})  # fmt: skip
 class ResetByEpoch(Loop):
     epochs = 3
 

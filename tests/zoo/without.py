@@ -109,10 +109,9 @@ def buckets_as_they_come() -> None:
     importlib.import_module("lastwords.optim_wrapper.ddp.ddp_buckets").replay = nothing
 
 
-def extras_as_they_are() -> None:
-    """A step that was cut off gives no reason to doubt its extras."""
-    importlib.import_module("lastwords.optim_wrapper.state.extras").CutOff.reasons = nothing
-    importlib.import_module("lastwords.optim_wrapper.capture.state_watch").StateWatch.cut_off = nothing
+def late_moves_as_they_are() -> None:
+    """A step that was cut off gives no reason to doubt what moves late in it."""
+    importlib.import_module("lastwords.optim_wrapper.capture.source").about_to_change = nothing
 
 
 def others_unasked() -> None:
@@ -193,7 +192,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "gradients of extras": gradients_of_extras_lost,
     "zero_grad now and then": zero_grad_believed,
     "bucket replay": buckets_as_they_come,
-    "doubts about extras": extras_as_they_are,
+    "what moves late": late_moves_as_they_are,
     "what others saw move late": others_unasked,
     "own generators": own_generators_unseen,
     "optimizers' own state": optimizers_own_state_lost,
