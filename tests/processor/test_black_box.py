@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lastwords.checkpoint.reason import Reason
@@ -426,7 +427,7 @@ def test_facts_for_which_there_is_no_room_are_a_reason(tmp_path: Path) -> None:
     box.set_facts(b'{"reasons": ["%s"]}' % (b"x" * 200))
     with BoxReader(box.path, pause=no_pause) as reader:
         (reason,) = reader.facts()["reasons"]
-    assert Reason.from_json(reason).detail == "217 bytes of JSON did not fit into the black box"
+    assert msgspec.convert(reason, Reason).detail == "217 bytes of JSON did not fit into the black box"
 
 
 def test_facts_may_be_written_while_a_step_is_under_way(box: BlackBox) -> None:
