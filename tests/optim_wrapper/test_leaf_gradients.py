@@ -16,6 +16,7 @@ from lastwords.optim_wrapper.capture.rank_local import BoxRecorder
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.recurrence import Late
 
 
 class Training:
@@ -42,7 +43,7 @@ class Training:
         """What a black box has of it."""
         path, tensors = folder / "rank_0.box", self.gradients.tensors
         box = BlackBox.create(path, BoxLayout(tensors.regions))
-        BoxRecorder(box, (tensors,)).committed(1, b"{}")
+        BoxRecorder(box, (tensors,), Late()).committed(1, b"{}")
         with BoxReader(path) as reader:
             copy = reader.read(1)
             assert copy is not None

@@ -104,7 +104,7 @@ class Between(Loop):
 
 
 @recipe("between_draws", "a custom loop whose evaluation draws after every second step, with `step_begin()`",
-        "fwd@5 bwd@5 end@7 win@6 epoch@6", {"epoch bwd": "step_end()", "win end": "step's end"},
+        "fwd@5 bwd@5 end@7 win@6 epoch@6", {"epoch bwd": "step_end()", "win end": "about to change"},
         mixes=False)  # fmt: skip
 class BetweenDraws(Between):
     pass
