@@ -95,7 +95,9 @@ class Late(dict[str, Recurrence]):
 
     def __init__(self, stored: Mapping[str, Sequence[int]] | None = None, steps: int = 0) -> None:
         super().__init__()
-        self.learn(stored or {}, steps)
+        self.steps = steps
+        if stored:
+            self.learn(stored, steps)
 
     def learn(self, stored: Mapping[str, Sequence[int]], steps: int = 0) -> None:
         """Forget all, and go on from this."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, Protocol, cast
 
@@ -204,6 +204,7 @@ class BoxTensors:
         self._gathered: Gathered | None = None
         self._joined: set[Kept] = set()
         self._fixed: list[int] = []  # places of those that are not optional
+        self._lookups: list[tuple[Callable[[Any], Any], Any]] = []
         self._loose: list[int] = []
         self._rest: dict[bool, list[int]] = {}  # of a tentative copy or not: those that are copied one by one
         self._names: dict[bool, frozenset[str]] = {}
@@ -237,6 +238,8 @@ class BoxTensors:
 
     def look(self) -> None:
         """At a step's end: what has another form gets room for it."""
+        if not self._reshaped:
+            return
         for name in sorted(self._reshaped & self._kept.keys()):
             kept = self._kept[name]
             if (twin := kept.reformed()) is not None:
@@ -291,6 +294,8 @@ class BoxTensors:
 
     def refresh(self) -> None:
         """Before a copy is begun: see what has been written for the first time, was replaced, or has come back."""
+        if not self._kept:
+            return
         for name in [name for name, kept in self._waiting.items() if kept.changed()]:
             self.want(name)
         if not (self._are_there() and self._look_up_loose()):
@@ -304,9 +309,9 @@ class BoxTensors:
     def _are_there(self) -> bool:
         """Whether all that are not optional are the same tensors as before, of the same form, and can be read."""
         known, sources = self._known, self._sources
-        live = [self._active[place].table.get(self._active[place].key) for place in self._fixed]
+        live = [get(key) for get, key in self._lookups]
         return (
-            all(map(is_, [known[place] for place in self._fixed], live))
+            all(map(is_, [known[place] for place in self._fixed] if self._loose else known, live))
             and [form_of(sources[place]) for place in self._checked] == self._forms
             and all(_has_memory(sources[place]) for place in self._checked)
             and all(local_of(cast(torch.Tensor, known[place])) is sources[place] for place in self._sharded)
@@ -325,6 +330,8 @@ class BoxTensors:
 
     def capture(self, slot: int) -> None:
         """Take the tensors into an open step slot."""
+        if not self._kept:
+            return
         early = self._bound.open_kind is SlotKind.TENTATIVE
         try:
             self._copy(slot, early)
@@ -427,6 +434,7 @@ class BoxTensors:
             self._gather(places)
         self._loose = [place for place in places if self._active[place].optional]
         self._fixed = [place for place in places if not self._active[place].optional]
+        self._lookups = [(self._active[place].table.get, self._active[place].key) for place in self._fixed]
         # Of those that are copied together nobody changes the form under the same object, and there may be hundreds.
         self._checked = [place for place in self._fixed if self._active[place] not in self._joined]
         self._forms = [form_of(self._sources[place]) for place in self._checked]

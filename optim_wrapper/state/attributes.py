@@ -251,13 +251,15 @@ class Attributes:
     def end_step(self) -> None:
         """Before the document of a step's end: follow the generators to where they lie now."""
         self._looked[0] = False
-        with self._guarded():
-            self.generators.end_step(lambda: self._walk.part(self._way))
+        if self.generators:
+            with self._guarded():
+                self.generators.end_step(lambda: self._walk.part(self._way))
 
     def follow(self) -> None:
         """The same after the end of a step."""
-        with self._guarded():
-            self.generators.follow(lambda: self._walk.part(self._way))
+        if self.generators:
+            with self._guarded():
+                self.generators.follow(lambda: self._walk.part(self._way))
 
     def ended(self) -> None:
         """The document of a step's end has been taken."""

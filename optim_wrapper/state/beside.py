@@ -233,7 +233,7 @@ def passing_in(code: types.CodeType, at: int) -> frozenset[str]:
     if not around:
         return _NONE
     to, end = max(around)
-    written = frozenset().union(*(_effect(one)[1] for one in flow.every[to : end + 1]))
+    written = frozenset().union(*(writes for _, writes in flow.effects[to : end + 1]))
     return written - flow.live[to]
 
 
@@ -245,6 +245,7 @@ class _Flow:
         self._index = {one.offset: number for number, one in enumerate(every)}
         self._jumps = {n: self._index.get(one.argval) for n, one in enumerate(every) if one.opcode in _JUMPS}
         self.live: list[frozenset[str]] = [_NONE] * (len(every) + 1)
+        self.effects = [_effect(one) for one in every]
         changed = True
         while changed:
             changed = False
@@ -252,7 +253,7 @@ class _Flow:
                 after = _NONE if every[number].opname.startswith(_ENDS) else self.live[number + 1]
                 if (to := self._jumps.get(number)) is not None:
                     after |= self.live[to]
-                reads, writes = _effect(every[number])
+                reads, writes = self.effects[number]
                 before = (after - writes) | reads
                 if before != self.live[number]:
                     self.live[number], changed = before, True

@@ -86,6 +86,10 @@ class Generators:
         self._roots, self._leaves, self._passing, self._beyond, self._way = {}, {}, {}, None, ([], {})
         self._walk = Walk({}, {})
 
+    def __bool__(self) -> bool:
+        """Whether any has to be followed from step to step."""
+        return bool(self._leaves or self._passing)
+
     @property
     def names(self) -> list[str]:
         """Their paths."""
@@ -141,8 +145,6 @@ class Generators:
 
     def end_step(self, part: Callable[[], Walk]) -> None:
         """Follow the places to what lies there now. part: makes one of the walk, to `cells`."""
-        if not self._leaves and not self._passing:
-            return
         now = self._follow(part(), ends=1)
         for path, leaf in [*self._passing.items()]:
             if leaf is not None:  # is what was found there at the newest look used in a later step after all?
@@ -154,8 +156,7 @@ class Generators:
 
     def follow(self, part: Callable[[], Walk]) -> None:
         """See what lies at the places now, after the end of a step."""
-        if self._leaves or self._passing:
-            self._follow(part(), ends=0)
+        self._follow(part(), ends=0)
 
     def _follow(self, part: Walk, *, ends: int) -> dict[str, Any]:
         now = self._lying(part)

@@ -36,10 +36,25 @@ def _is_of_the_user(module: str, file: str) -> bool:
 def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names of the user's modules, and their global names."""
     seen: set[int] = set()
-    for name, module in [*sys.modules.items()]:  # spawned processes have their script under two names
-        if isinstance(module, types.ModuleType) and is_of_the_user(names := vars(module)) and id(names) not in seen:
+    for name in _user_names(len(sys.modules), next(reversed(sys.modules))):
+        # Spawned processes have their script under two names.
+        if isinstance(module := sys.modules.get(name), types.ModuleType) and id(names := vars(module)) not in seen:
             seen.add(id(names))
             yield name, names
+
+
+_judged: dict[str, bool] = {}
+"""Names of modules, and whether these are the user's."""
+
+
+@functools.lru_cache(maxsize=1)
+def _user_names(count: int, newest: str) -> list[str]:
+    """Of modules, once for as long as no other one is imported: there are thousands, which takes milliseconds."""
+    modules = [(name, one) for name, one in [*sys.modules.items()] if isinstance(one, types.ModuleType)]
+    for name, one in modules:
+        if name not in _judged:
+            _judged[name] = is_of_the_user(vars(one))
+    return [name for name, _ in modules if _judged[name]]
 
 
 def named_modules(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
