@@ -50,12 +50,11 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.state_file import Owner, StateFile
-from lastwords.launcher.events import Begun, Effect, Ended, Updated, Waiting
+from lastwords.launcher.events import Begun, Effect, Ended, Left, Ready, Updated
 from lastwords.launcher.events import Event as LauncherEvent
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import Lines
 from lastwords.launcher.protocol import event_of, to_message
-from lastwords.launcher.versions import Sources
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
@@ -414,7 +413,7 @@ def one_host(ranks: int, directory: Path) -> None:
         )
 
 
-# ---------------------------------------------------------------------- a dead rank is replaced
+# ---------------------------------------------------------------------- a rank dies, and all begin anew
 
 
 def recover(ranks: int) -> None:
@@ -426,7 +425,6 @@ def recover(ranks: int) -> None:
 
     for first in range(0, ranks, RANKS_A_HOST):
         head.has_host(range(first, min(first + RANKS_A_HOST, ranks)), obey)
-    sources = {f"/home/somebody/project/package/module_{number}.py": "0123456789abcdef" for number in range(20)}
 
     def hear(what: str, events: Iterable[LauncherEvent]) -> None:
         raw = [json.dumps(to_message(event)).encode() + b"\n" for event in events]
@@ -440,10 +438,10 @@ def recover(ranks: int) -> None:
 
     every, rest = range(ranks), range(1, ranks)
     print(f"\nthe launcher of the first host, {ranks} ranks:")
-    hear("all are there, and enter", [*(Waiting(rank, sources="one") for rank in every), Sources(0, sources)])
+    hear("all can be started, and are", (Ready(rank) for rank in every))
     hear("all loops have begun", (Begun(rank) for rank in every))
-    deaths = [Ended(0, -9), Waiting(0, sources="one")]
-    hear("one is replaced, the others leave, all enter", [*(Waiting(rank, 7) for rank in rest), *deaths])
+    ends = (each for rank in rest for each in (Left(rank, 7), Ended(rank, 75)))
+    hear("one dies, the others leave, all are started", [Ended(0, -9), *ends])
     hear("all train again", (each for rank in every for each in (Begun(rank), Updated(rank))))
     assert head.core.entry == 1
     print(f"{told[0] / 1e6:.1f} MB of orders")

@@ -6,6 +6,7 @@ looked for here, only where something is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -50,6 +51,13 @@ def typed(value: Any, kind: type[T], path: str) -> T:
             for name in kinds.keys() & value.keys():
                 typed(value[name], kinds[name], f"{path}.{name}")
         raise FormatError(f"{path.removeprefix('.') or 'it'}: holds text that is no Unicode") from None
+
+
+def prepare(*kinds: type[Any]) -> None:
+    """Have what the first `typed` of each kind works out, and all processes that are forked from this one as well."""
+    for kind in kinds:
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert(None, kind)
 
 
 def brief(value: Any) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class Habits:
     has moved after the update of a step, which `updates` counts. early_reasons: what moves between an early end of a
     step and the next one, in words. names_go_back: the loop has called a step what is no later than the one before.
     passes: backward passes in a step, 0 where that number changes, None where it is not known. constants: digests of
-    tensors in attributes that the loop has not changed.
+    tensors in attributes that the loop has not changed. data: digest of what the loader iterates over; "": not seen.
     """
 
     after_copy: StoredLate = field(default_factory=dict)
@@ -250,6 +250,7 @@ class Habits:
     names_go_back: bool = False
     passes: Number | None = None
     constants: Mapping[str, str] = field(default_factory=dict)
+    data: str = ""
 
     @staticmethod
     def read(said: Any, path: str) -> Habits:
@@ -261,8 +262,9 @@ class Habits:
         said = json_of(self)
         for table in ("after_copy", "after_update"):
             said[table] = {name: [*when] for name, when in said[table].items()}
-        if not self.constants:
-            del said["constants"]
+        for name in ("constants", "data"):
+            if not said[name]:
+                del said[name]
         return said
 
 

@@ -116,8 +116,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--recover", type=Path, required=True, metavar="PATH", help="the job's directory in /dev/shm, or the file in it"
     )
     controller.add_argument("--json", action="store_true", help="print one JSON document")
-    what = "run this host's ranks of a training script; torchrun's flags, and --spares: docs/healing.md"
+    what = "run this host's ranks of a training script; torchrun's flags: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
+    worker = bare("worker", "run a worker of a dynamic cluster, which the environment describes: docs/cluster.md")
+    worker.add_argument("-m", dest="module", action="store_true", help="the script is a module, as of python -m")
+    worker.add_argument("script")
+    worker.add_argument("arguments", nargs=argparse.REMAINDER)
     bare("scheduler", "run the scheduler of a dynamic cluster, which the environment describes: docs/cluster.md")
     retention_commands.add_parsers(bare)
     remote_commands.add_parser(bare)
@@ -144,6 +148,21 @@ def _scheduler(argv: Sequence[str]) -> int:
         return exit_code_of(error)
 
 
+def _worker(argv: Sequence[str]) -> int:
+    """As `lastwords.run(main)` does with MS_ROLE=MS_WORKER. argv: -m NAME, or a script, and its arguments."""
+    from lastwords.launcher.environment import WORKER, cluster_of
+    from lastwords.launcher.supervisor import supervise
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    try:
+        cluster = cluster_of(os.environ, WORKER)
+        assert cluster is not None
+        return supervise(cluster, argv)
+    except LastWordsError as error:
+        print(f"lastwords: {error}", file=sys.stderr)
+        return exit_code_of(error)
+
+
 def _seconds(text: str) -> float:
     """Of an option."""
     value = float(text)
@@ -165,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"lastwords: {error}", file=sys.stderr)
             return exit_code_of(error)
         return ExitCode.OK
+    if argv[:1] == ["worker"] and argv[1:2] not in ([], ["-h"], ["--help"]):
+        return _worker(argv[1:])
     if argv[:1] == ["scheduler"] and not {"-h", "--help"} & {*argv}:
         return _scheduler(argv[1:])
     arguments = build_parser().parse_args(argv)

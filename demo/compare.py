@@ -91,7 +91,7 @@ def first_difference(
 def healed_difference(
     uninterrupted: Mapping[int, RankLog], healed: Mapping[int, RankLog], saved: Collection[int]
 ) -> str | None:
-    """None if a run whose dead ranks were replaced is the uninterrupted one; else the first thing that differs.
+    """None if a run that went on after failures is the uninterrupted one; else the first thing that differs.
 
     A rank that was stopped in a step that was `saved` has not logged it, and does not take it again.
     """

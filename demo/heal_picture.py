@@ -20,9 +20,8 @@ from demo.recoveries import Recovery
 
 BARS = {
     "trains": ("#cfe8d5", "trains"),
-    "parked": ("#9fb3c8", "saves, leaves main()"),
-    "waits": ("#e4e7eb", "waits for the others"),
-    "starts": ("#8ec5f0", "enters main() again, resumes"),
+    "saves": ("#9fb3c8", "saves, ends"),
+    "starts": ("#8ec5f0", "is forked anew, resumes"),
     "dead": ("#f1d0d0", "dead"),
 }
 
@@ -59,7 +58,7 @@ def _curves(
 ) -> None:
     for logs, look in (
         (uninterrupted, {"color": UNINTERRUPTED, "linewidth": 7, "label": "never killed"}),
-        (healed, {"color": RESUMED, "linewidth": 1.6, "label": "two workers killed and replaced"}),
+        (healed, {"color": RESUMED, "linewidth": 1.6, "label": "two workers killed"}),
     ):
         means: dict[int, float] = mean_losses(logs)
         axes.plot([*means], [*means.values()], solid_capstyle="round", **look)  # type: ignore[arg-type]

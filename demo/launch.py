@@ -105,12 +105,11 @@ class Training:
         return self.folder / f"rank_{rank}.jsonl"
 
     def pid(self, rank: int) -> int:
-        """Process id of a rank, which its log opens with; 0 as long as it has not got there."""
-        try:
-            first = self.log(rank).read_text(encoding="utf-8").partition("\n")
-        except FileNotFoundError:
-            return 0
-        return int(json.loads(first[0])["pid"]) if first[1] else 0
+        """Of the newest process of `rank`; 0 before there is one."""
+        path = self.folder / f"rank_{rank}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("\n") and '"pid"' in line]
+        return int(whole[-1]["pid"]) if whole else 0
 
     def steps_done(self, rank: int) -> int:
         """How many steps the log of this rank shows; reads the file once again, which is short."""

@@ -17,7 +17,6 @@ class Recovery:
     step: int
     dead_rank: int
     saved_s: float
-    replaced_s: float
     entered_s: float
     trains_s: float
     bars: tuple[Bar, ...]
@@ -48,13 +47,11 @@ def _recovery(incident: dict[str, Any], record: dict[str, Any], killed_s: float,
     bars = []
     for rank in range(ranks):
         begin_s = 0.0 if rank == dead else settled(rank)
-        there_s = at("ready" if rank == dead else "left", rank)
         bars += [
             Bar(rank, "trains", float("-inf"), begin_s),
-            Bar(rank, "dead" if rank == dead else "parked", begin_s, there_s),
-            Bar(rank, "waits", there_s, at("entered")),
+            Bar(rank, "dead" if rank == dead else "saves", begin_s, at("entered")),
             Bar(rank, "starts", at("entered"), at("updated", rank)),
             Bar(rank, "trains", at("updated", rank), float("inf")),
         ]
     saved_s = at("published", None, incident["events"])
-    return Recovery(incident["step"], dead, saved_s, at("ready"), at("entered"), at("updated"), tuple(bars))
+    return Recovery(incident["step"], dead, saved_s, at("entered"), at("updated"), tuple(bars))

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 4 -m demo.train                   # kill -9 a worker while it runs: exit code 75
 torchrun --standalone --nproc-per-node 4 -m demo.train --is_recover 1    # goes on at the next step
-lastwords run --standalone --nproc-per-node 4 -m demo.train              # goes on by itself, in seconds
+lastwords run --standalone --nproc-per-node 4 -m demo.train              # goes on by itself
 for rank in 0 1 2 3; do RANK=$rank WORLD_SIZE=4 python -m demo.train & done; wait
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
     net = five_layers(args.hidden)
     model = DDP(net)
     torch.manual_seed(args.seed + 1 + rank)  # dropout differs from rank to rank
-    digits = lastwords.keep("digits", load_training_set)  # loaded once per process
+    digits = load_training_set()
     sampler: DistributedSampler[Any] = DistributedSampler(digits, seed=args.seed, drop_last=True)
     loader = DataLoader(digits, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
@@ -92,5 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    lastwords.keep("digits", load_training_set)  # a spare process has them before it is needed
-    lastwords.run(main)
+    main()

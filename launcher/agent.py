@@ -1,8 +1,8 @@
-"""torch's elastic agent, except that a worker that dies is replaced alone.
+"""torch's elastic agent, except that a failure is healed: all ranks end, and are forked anew.
 
-Rendezvous, logs, error files and `--max-restarts` are torch's. What differs: nobody ends the survivors because one
-worker has failed. A thread of its own hears the workers, sees their processes end, and does what the head of the job
-says, which is the launcher of the first host; torch's loop, in the main thread, asks ten times a second how it stands.
+Rendezvous, logs, error files and `--max-restarts` are torch's. What differs: a thread of its own hears the ranks, sees
+their processes end, and does what the head of the job says, which is the launcher of the first host; torch's loop, in
+the main thread, asks ten times a second how it stands.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import os
 import selectors
 import signal
 import socket
-import tempfile
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import ProcessFailure
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from lastwords import threads
-from lastwords.clock import wall_ns
 from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
-from lastwords.launcher.host import Host, Left
-from lastwords.optim_wrapper.launch.config import LAUNCHER
+from lastwords.launcher.host import Host, HowLeft, Program, rank_server
+from lastwords.launcher.processes import Seat
+from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.signals import UNHANDLED_STOPS
 
 _log = logging.getLogger(__name__)
@@ -41,9 +41,6 @@ INVITATION = "lastwords/head"
 """Key in the store of torch's rendezvous."""
 
 
-SOCKET_PATH_MAX = 80
-"""Of the directory that temporary ones are made in; a Unix socket's path has room for 107 bytes."""
-
 _ONCE = (signal.SIGTERM, *UNHANDLED_STOPS)
 """Once one of these ends the launcher, none of them cuts short the time that its ranks have; Ctrl-C does."""
 
@@ -52,19 +49,13 @@ _ASKING = (signal.SIGTERM, signal.SIGINT, *UNHANDLED_STOPS)
 
 STOP_S = 5.0
 
-PREFIX = "lastwords-"
-"""Of the directories with launchers' sockets."""
-
-ABANDONED_S = 60.0
-"""Age from which a socket without a listener is one that a killed launcher has left."""
-
 
 class HealingAgent(LocalElasticAgent):
-    """spares: how many processes without a rank are kept ready on this host."""
+    """program: what its ranks run."""
 
-    def __init__(self, *args: Any, spares: int = 0, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, program: Program, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._spares_wanted = spares
+        self._program = program
         asking = (one for one in _ASKING if signal.getsignal(one) is not signal.SIG_IGN)  # ranks ignore the same
         self.stop = next(asking, signal.SIGTERM)
         """What asks the ranks to end."""
@@ -72,25 +63,20 @@ class HealingAgent(LocalElasticAgent):
         self._round: _Round | None = None
         self._rounds = 0
         self.failure = ""
-        """Why processes are no longer replaced."""
-        self.left: Left | None = None
+        """Why nothing is healed any more."""
+        self.left: HowLeft | None = None
         """How the ranks of this host have ended, once all of them have because the launcher wanted it."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        short = len(tempfile.gettempdir()) < SOCKET_PATH_MAX
-        parent = Path(tempfile.gettempdir() if short else "/tmp")
-        remove_abandoned(parent)
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(str(directory / "agent"))
-        server.listen(worker_group.spec.local_world_size + self._spares_wanted)
-        os.environ[LAUNCHER] = str(directory / "agent")
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        server = rank_server(worker_group.spec.local_world_size)
+        take_in_orphans()
+        with _seats():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         for name in os.environ[HANDLED].split(","):  # each of torch's handlers would raise in turn
             number = getattr(signal, name.strip(), None)
             if number is not None:
                 signal.signal(number, self._end_by)
-        self._round = _Round(worker_group, self._pcontext, server, self._spares_wanted, self._rounds)
+        self._round = _Round(worker_group, self._pcontext, server, self._program, self._rounds)
         self._rounds += 1
         return pids
 
@@ -109,7 +95,7 @@ class HealingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._round is not None
         for worker in worker_group.workers:
-            worker.id = self._round.host.processes[worker.global_rank].pid
+            worker.id = self._round.host.seats[worker.global_rank].proc.pid
         result = self._round.host.result
         if result is None:
             return RunResult(state=WorkerState.HEALTHY)
@@ -117,7 +103,7 @@ class HealingAgent(LocalElasticAgent):
             return RunResult(
                 state=WorkerState.SUCCEEDED, return_values={one.global_rank: None for one in worker_group.workers}
             )
-        _log.error("lastwords run: processes are no longer replaced: %s", result.failure)
+        _log.error("lastwords run: nothing is healed any more: %s", result.failure)
         self.failure = result.failure
         if result.lasting:
             self._remaining_restarts = 0
@@ -139,7 +125,18 @@ class HealingAgent(LocalElasticAgent):
         if self._round is not None:
             self._round.end()
         super()._shutdown(*args, **kwargs)
-        self.left = Left({}, 0, None) if self._round is None else self._round.host.left()
+        self.left = HowLeft({}, 0, None) if self._round is None else self._round.host.left()
+
+
+@contextlib.contextmanager
+def _seats() -> Iterator[None]:
+    """What torch's agent starts meanwhile are no processes yet, but seats of ranks."""
+    before = multiprocessing.get_subprocess_handler  # type: ignore[attr-defined]
+    multiprocessing.get_subprocess_handler = Seat  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        multiprocessing.get_subprocess_handler = before  # type: ignore[attr-defined]
 
 
 class _Round:
@@ -149,14 +146,15 @@ class _Round:
     no thread can be started.
     """
 
-    def __init__(self, group: WorkerGroup, context: Any, server: socket.socket, spares: int, number: int) -> None:
+    def __init__(self, group: WorkerGroup, context: Any, server: socket.socket, program: Program, number: int) -> None:
         place: Any = group  # torch says None of what is set by now
         ranks = range(group.workers[0].global_rank, group.workers[-1].global_rank + 1)
         self._context = context
         self._selector = selectors.DefaultSelector()
         self._head: Head | None = None
         self._way: Listener | Uplink | None = None
-        self.host = Host(server, context, spares, self._selector, self._report)
+        seats = {int(seat.env["RANK"]): seat for seat in context.subprocess_handlers.values()}
+        self.host = Host(server, seats, program, self._selector, self._report)
         if place.group_rank == 0:
             self._head = Head(group.workers[0].world_size, number, place.master_addr)
             self._head.has_host(ranks, self.host.obey)
@@ -170,7 +168,7 @@ class _Round:
         self._thread = threads.start_patiently(self._run, name="lastwords-agent")
 
     def end(self) -> None:
-        """Nobody is replaced any more; spares end. Idempotent, any thread."""
+        """Nothing is healed any more. Idempotent, any thread."""
         if self._over:
             return
         self._over = True
@@ -180,7 +178,7 @@ class _Round:
             self._thread.join(STOP_S)  # it may hang in a file system; the ranks have to hear of the end all the same
 
     def failures(self, group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Of the ranks of this host whose processes have ended badly by themselves since all entered `main`.
+        """Of the ranks of this host whose processes have ended badly by themselves in the newest generation.
 
         In this order, so torch takes the first one for the root cause.
         """
@@ -222,17 +220,3 @@ class _Round:
         self.host.tick()
         if self._head is not None:
             self._head.tick()
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Sockets of launchers that were killed."""
-    for path in parent.glob(f"{PREFIX}*/agent"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if path.stat().st_uid != os.getuid() or wall_ns() - path.stat().st_mtime_ns < ABANDONED_S * 1e9:
-                continue
-            probe.setblocking(False)  # a launcher that is stopped takes no more connections, and has not ended
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-                path.parent.rmdir()

@@ -1,11 +1,11 @@
 """What the scheduler of a cluster keeps for the one that follows it, in a directory of its own below MS_RECOVERY_PATH.
 
     cluster/token       what every process of the cluster knows, and nobody else
-    cluster/state.json  version, address, workers, generation (of the newest entry), step, and the members by name
+    cluster/state.json  version, address, workers, generation (the newest one), step, and the members by name
     cluster/state.lock  held by the scheduler that runs
 
-The directory has mode 0700. The state is durable before whatever rests on it is done: a name is given away, all
-ranks enter `main`. It is removed once all workers have come to their end.
+The directory has mode 0700. The state is durable before whatever rests on it is done: a name is given away, a
+generation begins. It is removed once all workers have come to their end.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 VERSION = 1
 TOKEN_CHARS = 32
-ENTRIES_MAX = 1 << 53
-"""Into `main`: more than any cluster has, and with room for the next ones."""
+GENERATIONS_MAX = 1 << 53
+"""More than any cluster has, and with room for the next ones."""
 
 STATE_BYTES_MAX = 64 << 20
 """Some 200 bytes a worker: more than any cluster has."""
@@ -43,7 +43,7 @@ STATE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptCluster:
-    """The file's content. generation: number of the newest entry, -1 before the first. step: saved by then.
+    """The file's content. generation: of the newest one, -1 before the first. step: saved by then.
 
     No field has a default: what a file lacks would have it.
     """
@@ -52,7 +52,7 @@ class KeptCluster:
     address: str
     workers: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
     job: str
-    generation: Annotated[int, msgspec.Meta(ge=-1, le=ENTRIES_MAX)]
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=GENERATIONS_MAX)]
     step: Number
     members: Mapping[str, Member]
 
@@ -219,7 +219,7 @@ class ClusterState:
 
 
 def _check_members(kept: KeptCluster) -> None:
-    """Each name has a rank and a process of its own, and once `main` was entered each rank has a name. FormatError.
+    """Each name has a rank and a process of its own, and once a generation has begun each rank has a name. FormatError.
 
     The types of registry.py say nothing of ranges, since it is pure.
     """
@@ -242,7 +242,7 @@ def _check_members(kept: KeptCluster) -> None:
         names[one.rank] = name
     if kept.generation >= 0 and len(names) < kept.workers:
         missing = next(rank for rank in range(kept.workers) if rank not in names)
-        raise FormatError(f"{kept.workers} workers have entered main(), and rank {missing} has no name")
+        raise FormatError(f"{kept.workers} workers have begun, and rank {missing} has no name")
 
 
 def directory_of(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""`lastwords run`: torchrun's command line, and `--spares`."""
+"""`lastwords run`: torchrun's command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -26,20 +27,16 @@ from lastwords.controller.timeline import records
 from lastwords.errors import ConfigError, StorageError
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.claim import claim
-from lastwords.launcher.host import Left
+from lastwords.launcher.host import HowLeft, Program
 from lastwords.launcher.recovery import last_sentence
 from lastwords.processor.departure import say
 from lastwords.processor.signals import UNHANDLED_STOPS
-
-SPARE_BYTES = 200_000_000
-"""What Python and torch alone take of memory that no other process shares."""
-
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 """What torch's launcher handles; the releases before 2.9 have no flag for it."""
 
 FILES_PER_RANK = 8
-"""Of a worker: its link, its pidfd, its outputs and their logs; as many again while another one takes its place."""
+"""Of a rank: its link, its pidfd, its outputs and their logs."""
 
 FILES_RESERVED = 256
 """For the rendezvous, the stores, and strangers' connections."""
@@ -49,13 +46,16 @@ def parser() -> argparse.ArgumentParser:
     """torchrun's own, with our arguments beside."""
     made = get_args_parser()
     made.prog = "lastwords run"
-    made.description = "torchrun, except that a worker that dies is replaced while the others keep their processes."
-    made.add_argument(
-        "--spares",
-        type=int,
-        default=0,
-        help="processes on this host that have imported the script already, each ready to take a dead worker's place",
+    made.description = (
+        "torchrun, except that a job goes on by itself after a failure: all ranks are forked anew, and resume."
     )
+    made.add_argument(
+        "--preload",
+        default="",
+        metavar="MODULES",
+        help="names, with commas between them, of modules that are imported once, before any rank is started",
+    )
+    made.add_argument("--spares", type=int, default=0, help=argparse.SUPPRESS)
     return made
 
 
@@ -74,21 +74,15 @@ def run(argv: Sequence[str]) -> None:
 @record
 def _run(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
-    if arguments.spares < 0:
-        raise ConfigError(f"--spares is {arguments.spares}; it is a number of processes, from 0")
-    memory_bytes = available_memory_bytes()
-    if arguments.spares * SPARE_BYTES > memory_bytes:
-        raise ConfigError(
-            f"--spares is {arguments.spares}; a spare takes {SPARE_BYTES / 1e9:g} GB of memory and more, and this host "
-            f"has {memory_bytes / 1e9:.1f} GB left: leave room for {memory_bytes // SPARE_BYTES} at most"
-        )
+    if arguments.spares:
+        say("lastwords run: --spares does nothing any more: all ranks are forked anew in milliseconds")
     if not (arguments.module or arguments.no_python or arguments.run_path or Path(arguments.training_script).exists()):
         raise ConfigError(f"there is no script {arguments.training_script!r} in {Path.cwd()}")
     with _refusals():
         fewest, most = parse_min_max_nnodes(arguments.nnodes)
     if fewest != most:
         raise ConfigError(
-            f"--nnodes={arguments.nnodes}: lastwords run replaces processes, and keeps the number of hosts; name one "
+            f"--nnodes={arguments.nnodes}: lastwords run keeps the number of hosts; name one "
             "number, or start an elastic job with torchrun"
         )
     if arguments.standalone:
@@ -100,13 +94,15 @@ def _run(argv: Sequence[str]) -> None:
     if config.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node is {config.nproc_per_node}; it is a number of ranks, from 1")
     if not isinstance(command, str):
-        raise ConfigError("--run-path runs the script in the launcher's own process, which cannot be replaced")
+        raise ConfigError(
+            "--run-path runs the script in the launcher's own process, which could not go on after a failure"
+        )
     ranks = f"{config.nproc_per_node} ranks of this host and {most} hosts"
     descriptors.allow(FILES_PER_RANK * config.nproc_per_node + most + FILES_RESERVED, ranks)
     meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
     claimed = claim([command, *map(str, command_arguments)], meeting, most)
     try:
-        _launch(config, command, command_arguments, arguments.spares)
+        _launch(config, command, command_arguments, _program(arguments, config, command))
     finally:
         claimed.close()
 
@@ -120,12 +116,6 @@ def _refusals() -> Iterator[None]:
         raise ConfigError(f"torch refuses the flags: {error}") from error
 
 
-def available_memory_bytes() -> int:
-    """What the kernel says that new processes of this host may take."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
 def handled(signals_to_handle: str) -> list[str]:
     """Names of the signals that end the launcher: those of the flag, and what ranks take for such.
 
@@ -137,7 +127,7 @@ def handled(signals_to_handle: str) -> list[str]:
     return [name for name in names if name.strip() not in ignored]
 
 
-def end_text(left: Left | None) -> str:
+def end_text(left: HowLeft | None) -> str:
     """What is saved where a signal has ended the launcher. left: how its ranks have ended; None: they have not."""
     if left is None:
         return "its ranks have not ended yet: they save what there is, each says so, and end by themselves"
@@ -147,7 +137,16 @@ def end_text(left: Left | None) -> str:
     return last_sentence(left.codes, left.step, lines)
 
 
-def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares: int) -> None:
+def _program(arguments: argparse.Namespace, config: LaunchConfig, command: str) -> Program:
+    """threads: what torchrun would give each rank; with one rank, as many as this process has taken."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    count = int(threads) if threads.isdigit() and int(threads) else torch.get_num_threads()
+    python = "" if arguments.no_python else command
+    preload = tuple(filter(None, (name.strip() for name in arguments.preload.split(","))))
+    return Program(python, arguments.module, 1 if not threads and config.nproc_per_node > 1 else count, preload)
+
+
+def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], program: Program) -> None:
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=config.rdzv_backend,
@@ -183,7 +182,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], spares
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
-        spares=spares,
+        program=program,
         **patience,
     )
     signal.signal(signal.SIGUSR1, lambda number, frame: agent.pass_on(number))

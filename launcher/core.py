@@ -1,66 +1,54 @@
-"""The launcher's decisions, pure: what workers say and how they end comes in, what to do about it goes out.
+"""The launcher's decisions, pure: what happens to ranks comes in, what to do about it goes out.
 
-How it works. All ranks enter `main` together, and these entries are counted. All workers of entry n are in `main`, or
-have left it and wait. Once one of them has died, entry n is over: the dead one is started anew, each survivor leaves
-`main` (told by the controller after the checkpoint, or by `Abandon` where no controller protects it yet) and waits.
-Only when *every* rank waits does n+1 begin, by one `Enter`. So no rank of n runs any more when n+1 begins, and whoever
-resumes finds the checkpoint of n complete. Where another launcher may follow this one, n+1 is kept first (`Keep`), and
-as long as that fails all ranks wait. (A generation is something else: a start of a job in its checkpoint directory,
-which the ranks agree on with the controller, once in each entry.)
+How it works. A generation is one process for each rank, all begun together: each is a new one and runs the script from
+its first line. Once one of them has ended badly, the generation is over, and all others end as well: by themselves,
+told by their controller after the checkpoint, or ended from here where no controller looks after them yet. Only when
+*every* rank's process has ended does the next generation begin, by one `Enter`. So no code of n runs any more when n+1
+begins, and whoever resumes finds the checkpoint of n complete. Where another launcher may follow this one, n+1 is kept
+first (`Keep`), and as long as that fails all wait. (A generation in the checkpoint directory is a start that the ranks
+have agreed on with their controller: at most one for each of these.)
 
-A rank whose process misses its deadline is killed and replaced as well. Where `main` fails each time that it is entered
-again, or would go on with a model that nobody can put back, all survivors are replaced. What goes wrong all the same
-ends in `Stop`, and so does a failure after a training loop has come to its end, since to begin again would be to train
-again, and one that would last, such as a refusal by lastwords: each new process would meet it as well.
+What one rank has said may be heard after the end of another. So that one is looked after says so for all that have come
+as far: a controller serves once all have registered. And whether all loops have come to their end, or it is of no use
+to begin again, is decided once every process has ended, and with it all that it had said is known.
+
+What goes wrong again and again ends in `Stop`. So does a failure before anything was protected, or after a training
+loop has come to its end, since to begin again would be to train again; one of a loop that does not resume; and one
+that would last, such as a refusal by lastwords: each new process would meet it as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lastwords.launcher.crash_loop import CrashLoop
 from lastwords.launcher.events import (
-    Abandon,
+    NOT_ENDED,
+    UNKNOWN_CODE,
     Awaited,
     Begun,
     Effect,
+    End,
     Ended,
     Enter,
     Event,
-    Imported,
+    Gone,
+    Guarded,
     Inside,
     Keep,
     Kept,
     Kill,
+    Left,
     Look,
     Lost,
     Over,
-    Start,
+    Ready,
     Stop,
     Stopped,
     Tick,
     Updated,
-    Waiting,
 )
-from lastwords.launcher.roster import (
-    FIRST_NOTICE_S,
-    KEEP_AGAIN_S,
-    LEAVE_S,
-    LOOK_ANSWER_S,
-    NAMED_RANKS_MAX,
-    START_NOTICE_S,
-    START_PAUSES_S,
-    START_S,
-    Place,
-    Rank,
-    Roster,
-)
-from lastwords.launcher.versions import Ask, Sources, Versions
-
-AGAIN_AND_AGAIN = "main() has failed before its first step each time that it was entered again"
-
-UNSAVED = "it has trained, and nothing is saved that could be loaded"
+from lastwords.launcher.roster import KEEP_AGAIN_S, KILLED_S, LEAVE_S, NAMED_RANKS_MAX, Place, Roster
 
 
 @dataclass(slots=True)
@@ -69,24 +57,21 @@ class LauncherCore:
 
     world: tuple[int, ...]
     entry: int = 0
-    """The newest one; or the next one, once that is over."""
-    start_s: float | None = START_S
-    """How long a process that replaces another one may take; None where people start it."""
+    """Number of the generation that runs; of the next one, once that is over."""
     keeps: bool = False
     """Whether another launcher may follow this one, and goes by what was kept."""
     stopped: bool = False
     _ranks: Roster = field(init=False)
     _healing: bool = True
-    """Between the first sign that an entry is over and the `Enter` of the next one; also at the start."""
+    """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
+    _guarded: bool = False
+    """A controller has looked after a rank, in this generation or an earlier one."""
     _step: int = 0
     _crashes: CrashLoop = field(default_factory=CrashLoop)
-    _versions: Versions = field(default_factory=Versions)
-    _held: dict[int, Waiting] = field(default_factory=dict)
-    """Of ranks whose version of the user's code is not known."""
-    _failed_loop: int = 0
-    """Of the loops that `main` has in turn, the one in which processes have ended since the entry is over; else 0."""
     _leaving: bool = False
-    """A rank has left `main` since the entry was over."""
+    """A rank has left since the generation was over."""
+    _left_out: bool = False
+    """Ranks that nobody may look after run on, since not all have been heard of."""
     _keep_due_s: float | None = None
     """When it is tried again."""
 
@@ -100,12 +85,11 @@ class LauncherCore:
         return min(dues_s, default=None)
 
     def take_over(self, entry: int, step: int) -> None:
-        """Follow a launcher that has let all ranks enter `main`, by this entry. step: the newest saved then.
+        """Follow a launcher that has begun this generation. step: the newest saved then.
 
-        Their loops count as begun until they say otherwise: a rank that is told to leave `main` though a controller
-        looks after it would leave without saving.
+        Its ranks count as guarded until they say otherwise: one that is ended from here would leave without saving.
         """
-        self.entry, self._step, self._healing = entry, step, False
+        self.entry, self._step, self._healing, self._guarded = entry, step, False, True
         for rank in self.world:
             self._is_inside(rank, begun=True, loops=1)
 
@@ -113,138 +97,71 @@ class LauncherCore:
         """Where this rank's process is."""
         return self._ranks[rank].place
 
+    @property
+    def heals(self) -> bool:
+        """The generation is over, and the next one has not begun; also before the first one."""
+        return self._healing
+
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What to do now, in this order."""
         if self.stopped:
             return []
         match event:
-            case Waiting(rank, sources=version) if not self._versions.knows(version):
-                self._held[rank] = event
-                return [Ask(one) for one in self._versions.hold(rank, version)]
-            case Waiting():
-                return self._waiting(event, now_s)
-            case Sources(rank, files):
-                return self._compare(rank, files, now_s)
+            case Ready():
+                return self._ready(event, now_s)
             case Inside():
                 return self._inside(event, now_s)
+            case Guarded(rank):
+                self._is_guarded(rank)
+                return []
+            case Begun():
+                return self._begun(event)
             case Over(rank):
-                return self._loop_over(rank)
-            case Begun(rank, step):
-                self._ranks.note(rank, begun=True)
-                self._ranks[rank].loops += 1
-                self._ranks[rank].trained = True
-                self._progress(step)
-                if self._ranks.all_begun():
-                    self._crashes.begun()
-                return []
-            case Updated():
-                return []
+                return self._loop_over(rank, now_s)
+            case Left(rank, step):
+                return self._left(rank, step, now_s)
             case Stopped(rank):
                 return self._stopped(rank, now_s)
-            case Imported(rank):
-                return self._imported(rank, now_s)
             case Lost(why):
                 return self._stop(why)
             case Kept():
                 return self._kept(event, now_s)
-            case Ended(rank):
-                return [*map(Ask, self._versions.ended(rank)), *self._ended(event, now_s)]
+            case Ended():
+                return self._ended(event, now_s)
+            case Gone(rank):
+                effects = self._ended(Ended(rank, UNKNOWN_CODE), now_s) if self._ranks[rank].runs else []
+                self._ranks.put(rank, Place.ABSENT)
+                return effects
             case Tick():
                 return self._tick(now_s)
+            case Updated():
+                return []
 
-    def _waiting(self, event: Waiting, now_s: float) -> list[Effect]:
+    # ------------------------------------------------------------------ all are ready
+
+    def _ready(self, event: Ready, now_s: float) -> list[Effect]:
         rank, one = event.rank, self._ranks[event.rank]
-        killed = one.place is Place.KILLED
-        effects = [] if self._healing or killed else self._over(rank, now_s)
-        self._progress(event.step)  # after that: the failure with which a step was saved is none of a crash loop
-        if killed:
-            return []  # it has said so before it ends
         self.entry = max(self.entry, event.entered + 1)
-        if event.entered < 0:
-            one.trained = False  # though the launcher before this one had kept that all enter `main`
-        one.entered = event.entered >= 0
-        has_left = one.place is Place.IN_MAIN
-        self._ranks.note(rank, begun=False)
-        self._ranks.put(rank, Place.WAITING)
-        one.failed_starts = 0
-        is_first = not self._ranks.known
-        self._ranks.know(rank)
-        if (why := self._crash_loop()) is not None:
+        if one.runs and not self._healing:
+            return self._ended(Ended(rank, UNKNOWN_CODE), now_s)
+        self._ranks.put(rank, Place.READY)
+        return self._go_on(now_s)
+
+    def _go_on(self, now_s: float) -> list[Effect]:
+        """A process has ended, or one can be started: the next generation, once that is so of all ranks."""
+        if self._ranks.is_over and not self._ranks.are_any(Place.RUNNING):
+            last = f": {self._crashes.last}" if self._crashes.last else ""
+            return self._stop(f"a process has ended after its training loop was over{last}")
+        if not self._ranks.are_all(Place.READY):
+            return self._end_those_left_out(now_s)
+        if (why := self._crashes.judge(self.entry, self._step)) is not None:
             return self._stop(why)
-        if is_first and (stop := self._without(*self._ranks.world)):
-            return stop
-        if self._ranks.are_all(Place.WAITING):
-            effects += self._replace_survivors(now_s) or self._enter()
-        elif has_left and not self._leaving:
-            self._leaving = True
-            self._ranks.others_leave(now_s)
-        elif not has_left and self._ranks.are_any(Place.IN_MAIN):
-            effects += self._recall(now_s)
-        elif self._ranks.known == 1:  # the first one, for all others
-            for _, other in self._ranks.at(Place.STARTING):
-                if other.told_s is None:
-                    self._ranks.due(other, None, told_s=now_s + FIRST_NOTICE_S)
-        return effects
-
-    def _compare(self, rank: int, files: Mapping[str, str], now_s: float) -> list[Effect]:
-        changed, released = self._versions.compare(rank, files)
-        if changed is not None:
-            return self._stop(
-                f"rank {rank} was started with another version of {changed} than the other ranks have: the file has "
-                "been changed since they began"
-            )
-        return [effect for one in released for effect in self.handle(self._held.pop(one), now_s)]
-
-    def _is_inside(self, rank: int, *, begun: bool, loops: int) -> None:
-        self._ranks.put(rank, Place.IN_MAIN)
-        self._ranks.note(rank, begun=begun)
-        one = self._ranks[rank]
-        one.trained, one.loops = loops > 0, loops
-        one.again = True
-        self._ranks.know(rank)
-
-    def _inside(self, event: Inside, now_s: float) -> list[Effect]:
-        if self._ranks[event.rank].place is Place.KILLED:
-            return []
-        self._is_inside(event.rank, begun=event.begun, loops=event.loops)
-        if not self._healing:
-            self.entry = max(self.entry, event.generation)
-            return []
-        if self._ranks.are_all(Place.IN_MAIN):  # what the launcher before this one had kept was lost
-            self._healing = False
-            self.entry = max(self.entry, event.generation)
-            return self._keep()
-        self.entry = max(self.entry, event.generation + 1)
-        return self._recall(now_s)
-
-    def _recall(self, now_s: float) -> list[Effect]:
-        """Some ranks are in `main`, let in by another launcher, and others are not: once all have been heard of.
-
-        Whoever has not been may be in `main` as well, and training.
-        """
-        inside = [*self._ranks.at(Place.IN_MAIN)]
-        if not self._ranks.all_known() or all(one.due_s is not None for _, one in inside):
-            return []
-        if not all(one.begun for _, one in inside):
-            return [self._abandon(rank, now_s) for rank, _ in inside]
-        for _, one in inside:
-            if one.due_s is None:
-                self._ranks.saves(one, now_s)
-        return []
-
-    def _abandon(self, rank: int, now_s: float) -> Effect:
-        self._ranks.leaves(self._ranks[rank], now_s)
-        return Abandon(rank)
-
-    def _progress(self, step: int) -> None:
-        """A checkpoint of this step exists, of whatever kind: no crash loop."""
-        if step > self._step:
-            self._step = step
-            self._crashes.progressed()
+        return self._keep() if self.keeps else self._enter()
 
     def _enter(self) -> list[Effect]:
-        """All ranks wait."""
-        return self._keep() if self.keeps else self._let_in()
+        self._healing = self._leaving = self._left_out = False
+        self._ranks.renew()
+        return [Enter(self.entry, step=self._step)]
 
     def _keep(self) -> list[Effect]:
         self._keep_due_s = None
@@ -252,186 +169,185 @@ class LauncherCore:
 
     def _kept(self, event: Kept, now_s: float) -> list[Effect]:
         if event.entry != self.entry or not self._is_to_keep:
-            return []  # a rank has ended meanwhile: it is kept once more when all wait again
+            return []  # a rank has gone meanwhile: it is kept once more when all are ready again
         if event.failure:
             self._keep_due_s = now_s + KEEP_AGAIN_S
             return []
-        return self._let_in() if self._ranks.are_all(Place.WAITING) else []
+        return self._enter() if self._ranks.are_all(Place.READY) else []
 
     @property
     def _is_to_keep(self) -> bool:
-        return self._ranks.are_all(Place.WAITING) or self._ranks.are_all(Place.IN_MAIN)
+        return self._ranks.are_all(Place.READY) or self._ranks.are_all(Place.RUNNING)
 
-    def _keep_again(self, now_s: float) -> list[Effect]:
-        if self._keep_due_s is None or now_s < self._keep_due_s:
+    # ------------------------------------------------------------------ what ranks say
+
+    def _is_inside(self, rank: int, *, begun: bool, loops: int) -> None:
+        self._ranks.put(rank, Place.RUNNING)
+        one = self._ranks[rank]
+        one.guarded, one.begun, one.loops = begun, begun, loops
+
+    def _inside(self, event: Inside, now_s: float) -> list[Effect]:
+        """Another launcher has begun the generation that this rank is in."""
+        if self._ranks[event.rank].killed:
+            return [Kill(event.rank, NOT_ENDED)]  # it may not have heard of it
+        self._guarded = True
+        self._is_inside(event.rank, begun=event.begun, loops=event.loops)
+        if event.begun:
+            self._ranks.loop_begins(event.rank)
+        if self._healing and self._ranks.are_all(Place.RUNNING):  # what the launcher before this one had kept was lost
+            self._healing = False
+            self._ranks.go_on()
+            self.entry = event.generation
+            return self._keep()
+        if not self._healing:
+            self.entry = max(self.entry, event.generation)
             return []
-        return self._keep()
+        self.entry = max(self.entry, event.generation + 1)
+        return self._end_inside(event.rank, now_s) + self._end_those_left_out(now_s)
 
-    def _let_in(self) -> list[Effect]:
-        self._healing = self._leaving = False
-        self._failed_loop = 0
-        for rank in self.world:
-            self._ranks.put(rank, Place.IN_MAIN)
-            one = self._ranks[rank]
-            one.loops, one.again = 0, one.entered
-        self._ranks.look()
-        return [Enter(self.entry, step=self._step)]
+    def _begun(self, event: Begun) -> list[Effect]:
+        self._is_guarded(event.rank)
+        one = self._ranks[event.rank]
+        one.loops, one.begun, one.resumes = one.loop, True, event.resumes
+        self._ranks.loop_begins(event.rank)
+        self._progress(event.step)
+        return []
 
-    def _replace_survivors(self, now_s: float) -> list[Effect]:
-        """Where they are of no use; all ranks wait.
+    def _is_guarded(self, rank: int) -> None:
+        """So are all others that have come as far: it could not be before all had registered."""
+        self._guarded = self._ranks[rank].guarded = True
+        self._ranks.guarded = max(self._ranks.guarded, self._ranks[rank].loop)
 
-        Without a checkpoint only a new process has the weights of the beginning, wherever the script makes them.
-        """
-        effects = []
-        for rank, one in self._ranks.at(Place.WAITING):
-            if one.trained and not self._step:
-                effects.append(self._kill(rank, UNSAVED, now_s))
-            elif one.entered and self._crashes.renews:
-                effects.append(self._kill(rank, AGAIN_AND_AGAIN, now_s))
+    def _loop_over(self, rank: int, now_s: float) -> list[Effect]:
+        """Nobody looks after this rank any more. All ranks have come to the end of this loop."""
+        one = self._ranks[rank]
+        self._ranks.over = max(self._ranks.over, one.loop)
+        one.loops, one.begun, one.guarded = one.loop, False, False
+        if not one.runs or not self._healing or one.told or one.killed:
+            return []
+        return self._end_inside(rank, now_s)
+
+    def _left(self, rank: int, step: int, now_s: float) -> list[Effect]:
+        """It leaves since its controller has said so. A failure with which a step was saved is none of a crash loop."""
+        one = self._ranks[rank]
+        if not one.runs:
+            return []
+        effects = [] if self._healing else self._over(rank, now_s)
+        self._guarded = one.left = True
+        self._progress(step)
+        if not self._leaving:
+            self._leaving = True
+            self._ranks.others_leave(now_s)
         return effects
+
+    def _progress(self, step: int) -> None:
+        """A checkpoint of this step exists, of whatever kind: no crash loop."""
+        if step > self._step:
+            self._step = step
+            self._crashes.progressed()
+
+    # ------------------------------------------------------------------ how processes end
 
     def _ended(self, event: Ended, now_s: float) -> list[Effect]:
         rank, code = event.rank, event.code
         one = self._ranks[rank]
-        if event.lasting and code and one.place is not Place.KILLED:
+        if not one.runs:
+            return []
+        if event.lasting and code and not one.killed:
             self.stopped = True
             return [Stop(f"rank {rank}: {event.raised}", lasting=True)]
-        if code == 0 and not (self._healing and one.known):
+        if code == 0 and not self._healing:
             self._ranks.put(rank, Place.DONE)
-            return self._stop(None) if self._ranks.are_all(Place.DONE) else self._without(rank)
-        if not one.known:
-            return self._stop(f"rank {rank} ended before it called lastwords.run(main): {event.words}")
-        if self._is_over(one):
-            return self._stop(f"a process has ended after its training loop was over: rank {rank}: {event.words}")
-        effects: list[Effect] = []
-        if one.place is not Place.KILLED:
-            self._failed_loop = max(self._failed_loop, one.loops)
-            effects += [] if self._healing else self._over(rank, now_s)
-            self._crashes.ended(event, was_in_main=one.place is Place.IN_MAIN, again=one.again)
-        one.failed_starts += one.place is Place.STARTING
-        if one.failed_starts >= len(START_PAUSES_S):
-            return self._stop(f"the process that replaces rank {rank} ended before it entered main(): {event.words}")
-        effects += self._start(rank, now_s)
-        why = self._crash_loop()
-        return effects if why is None else self._stop(why)
-
-    def _without(self, *ranks: int) -> list[Effect]:
-        """One of these that has ended well without `lastwords.run` is none that the others could enter `main` with."""
-        done = (rank for rank in ranks if self._ranks[rank].place is Place.DONE and not self._ranks[rank].known)
-        gone = next(done, None) if self._ranks.known else None
-        return (
-            [] if gone is None else self._stop(f"rank {gone} ended before it called lastwords.run(main): exit code 0")
-        )
-
-    def _crash_loop(self) -> str | None:
-        """Why it is of no use to go on. Nobody knows as long as a rank may come out of `main` with one more step."""
-        if self._ranks.are_any(Place.IN_MAIN) or self._ranks.are_any(Place.KILLED):
-            return None
-        return self._crashes.judge(self.entry, self._step)
-
-    def _is_over(self, one: Rank) -> bool:
-        """Its loop has come to its end, or that of another rank, which happens when all have."""
-        return one.over or any(other.over and other.loops >= one.loops > 0 for other in self._ranks.ranks.values())
-
-    def _loop_over(self, rank: int) -> list[Effect]:
-        """Nobody looks after this loop any more. All ranks have come to its end, those that have died since as well."""
-        self._ranks.note(rank, begun=False, over=True)
-        one = self._ranks[rank]
-        if one.place is Place.IN_MAIN and one.loops >= self._failed_loop > 0:
-            return self._stop(f"a process has ended after its training loop was over: {self._crashes.last}")
-        return []
-
-    def _start(self, rank: int, now_s: float) -> list[Effect]:
-        one = self._ranks.renew(rank)
-        if pause_s := START_PAUSES_S[one.failed_starts]:
-            one.start_s = now_s + pause_s
-            self._ranks.awake_at(one.start_s)
-            return []
-        return [self._start_now(rank, now_s)]
-
-    def _start_now(self, rank: int, now_s: float) -> Effect:
-        one = self._ranks[rank]
-        one.start_s = None
-        self._ranks.imports(one, now_s, self.start_s)
-        return Start(rank)
-
-    def _imported(self, rank: int, now_s: float) -> list[Effect]:
-        one = self._ranks[rank]
-        if one.place is Place.STARTING:
-            one.spare = True
-            self._ranks.answers(one, now_s)
-        return []
-
-    def _kill(self, rank: int, why: str, now_s: float) -> Effect:
-        self._ranks[rank].failed_starts += self._ranks[rank].place is Place.STARTING
-        self._ranks.put(rank, Place.KILLED)
-        self._ranks.due(self._ranks[rank], now_s + LEAVE_S)
-        return Kill(rank, why)
+            return self._stop(None) if self._ranks.are_all(Place.DONE) else []
+        if one.told or one.killed or (one.left and not event.raised):
+            self._ranks.put(rank, Place.READY)
+            return self._go_on(now_s)
+        if not self._guarded and code != UNKNOWN_CODE:  # which may be that of whoever has started it
+            return self._stop(f"rank {rank} ended before lastwords protected it: {event.words}")
+        effects = [] if self._healing else self._over(rank, now_s)
+        self._crashes.ended(event)
+        self._ranks.put(rank, Place.READY)
+        if not one.resumes:
+            self._crashes.give_up(
+                f"rank {rank}: {event.words}, and its training loop began without tft.resume(missing_ok=True), so it "
+                "would begin anew: call that before the loop, every time"
+            )
+        return effects + self._go_on(now_s)
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
-        """This entry is over, and `rank` was the first to show it."""
-        begun = self._ranks.all_begun()
-        self._crashes.over(begun=begun)
+        """This generation is over, and `rank` was the first to show it."""
+        self._crashes.over()
         self._healing = True
         self.entry += 1
-        effects: list[Effect] = []
-        for other, one in self._ranks.at(Place.DONE):
-            self._crashes.ended(Ended(other, 0), was_in_main=True, again=one.again)
-            effects += self._start(other, now_s)
-        for other, one in self._ranks.at(Place.IN_MAIN):
-            if other == rank:
-                continue
-            if begun:
-                self._ranks.saves(one, now_s)
-            else:
-                effects.append(self._abandon(other, now_s))
-        return effects
+        for other, _ in self._ranks.at(Place.DONE):
+            self._crashes.ended(Ended(other, 0))
+            self._ranks.put(other, Place.ABSENT if self.keeps else Place.READY)  # its supervisor has ended with it
+        return [
+            end for other, _ in self._ranks.at(Place.RUNNING) if other != rank for end in self._end_inside(other, now_s)
+        ]
+
+    def _end_inside(self, rank: int, now_s: float) -> list[Effect]:
+        """A process of a generation that is over ends: a guarded one by itself, once there is a checkpoint."""
+        one = self._ranks[rank]
+        if one.guarded or self._ranks.guarded >= one.loop:
+            (self._ranks.leaves if self._leaving else self._ranks.saves)(one, now_s)
+            return []
+        if self._ranks.are_any(Place.ABSENT):
+            self._left_out = True  # it may be guarded
+            return []
+        one.told = True
+        self._ranks.is_told_to_end(one, now_s)
+        return [End(rank)]
+
+    def _end_those_left_out(self, now_s: float) -> list[Effect]:
+        if not self._left_out or self._ranks.are_any(Place.ABSENT):
+            return []
+        self._left_out = False
+        left_out = [rank for rank, one in self._ranks.at(Place.RUNNING) if one.due_s is None]
+        return [end for rank in left_out for end in self._end_inside(rank, now_s)]
+
+    def _kill(self, rank: int, why: str, now_s: float) -> Effect:
+        self._ranks[rank].killed = True
+        self._ranks.due(self._ranks[rank], now_s + KILLED_S)
+        return Kill(rank, why)
 
     def _tick(self, now_s: float) -> list[Effect]:
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
-        effects = self._keep_again(now_s)
+        effects: list[Effect] = []
+        if self._keep_due_s is not None and now_s >= self._keep_due_s:
+            effects += self._keep()
         named = 0
         for rank, one in self._ranks.ranks.items():
-            if one.start_s is not None and now_s >= one.start_s:
-                effects.append(self._start_now(rank, now_s))
-            elif one.due_s is not None and now_s >= one.due_s:
-                if one.runs_due_s is not None:
-                    effects += self._look_again(rank, now_s)
-                elif one.place is not Place.KILLED:
-                    effects.append(self._kill(rank, f"it {one.missing} in time", now_s))
-                elif self.start_s is not None:
-                    return self._stop(f"the process of rank {rank} was killed {LEAVE_S:g} s ago and has not ended")
-                else:  # it may be stopped, on a host of its own
+            if one.due_s is not None and now_s >= one.due_s:
+                if not one.killed:
+                    effects.append(self._kill(rank, NOT_ENDED, now_s))
+                elif self.keeps:  # it may be stopped, on a host of its own
                     self._ranks.due(one, None)
-                    effects.append(Awaited(rank, "was told to end, and has not", None))
+                    effects.append(Awaited(rank, "was killed, and has not ended", None))
+                else:
+                    return self._stop(f"the process of rank {rank} was killed {KILLED_S:g} s ago and has not ended")
                 continue
             if one.look_s is not None and now_s >= one.look_s:
-                one.look_s = now_s + START_NOTICE_S
+                one.look_s = now_s + LEAVE_S
                 effects.append(Look(rank))
             if one.told_s is not None and now_s >= one.told_s:
                 one.told_s = None
                 named += 1
                 if named <= NAMED_RANKS_MAX:
-                    effects.append(Awaited(rank, one.missing, None if one.due_s is None else one.due_s - now_s))
+                    effects.append(Awaited(rank, NOT_ENDED, None if one.due_s is None else one.due_s - now_s))
         self._ranks.look()
         return effects
 
     def _stopped(self, rank: int, now_s: float) -> list[Effect]:
+        """It holds nothing that others wait for once one of them has left; before that it may go on, and save."""
         one = self._ranks[rank]
-        if one.asked:
-            return [self._kill(rank, f"it {one.missing} in time", now_s)]
-        self._ranks.is_stopped(one, now_s)
-        return []
-
-    def _look_again(self, rank: int, now_s: float) -> list[Effect]:
-        """Whoever was stopped may have gone on, and write a checkpoint: then it has its full time."""
-        one = self._ranks[rank]
-        if one.asked:
-            self._ranks.due(one, one.runs_due_s, look_s=now_s + START_NOTICE_S)
+        if not one.runs or one.killed or one.due_s is None:
             return []
-        one.asked, one.due_s = True, now_s + LOOK_ANSWER_S
-        return [Look(rank)]
+        if self._leaving:
+            return [self._kill(rank, "it is stopped", now_s)]
+        self._ranks.due(one, min(one.due_s, now_s + LEAVE_S), told_s=now_s)
+        return []
 
     def _stop(self, failure: str | None) -> list[Effect]:
         self.stopped = True

@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 
 from lastwords.launcher.events import Ended
 
-FAILURES_MAX = 2
-"""Entries in a row that may fail before their first step, by a process that had entered `main` again. Then one is tried
-in new processes only."""
-
 DEATHS_MAX = 3
-"""Entries in a row that may fail without a step that was saved in between."""
+"""Generations in a row that may fail without a step that was saved in between."""
 
 REPEATS_MAX = 3
-"""Entries in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
+"""Generations in a row that may fail by the same exception of the same rank, with REPEAT_STEPS saved in between."""
 
 REPEAT_STEPS = 10
 """An error in each step, or each time that something is logged, say; a network that fails once a day is no loop."""
@@ -26,9 +22,9 @@ NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass(slots=True)
 class Repeated:
-    """Of one rank: the newest exception with which a process has left `main`, without its numbers.
+    """Of one rank: the newest exception with which a process has ended, without its numbers.
 
-    entry: the one that follows the failed one. step: the newest that was saved then. count: entries in a row.
+    entry: the generation that follows the failed one. step: the newest that was saved then. count: in a row.
     """
 
     text: str
@@ -39,26 +35,19 @@ class Repeated:
 
 @dataclass(slots=True)
 class CrashLoop:
-    """What has failed since a step was saved, or since a loop has begun on all ranks."""
+    """What has failed since a step was saved."""
 
-    failures: int = 0
-    """Entries that have failed before their first step."""
     deaths: int = 0
     repeated: dict[int, Repeated] = field(default_factory=dict)
-    unbegun: bool = False
-    """The entry that is over has failed before its first step, which has not been counted."""
     ended_since: set[int] = field(default_factory=set, repr=False)
     """Ranks whose processes have ended by themselves since a step was saved."""
     raised: dict[int, str] = field(default_factory=dict)
-    """What has left `main` in the entry that is over, without its numbers; by rank. Not counted yet."""
+    """What processes have ended with in the generation that is over, without its numbers; by rank. Not counted yet."""
     blamed: Ended | None = field(default=None, repr=False)
-    """The first process that has ended by itself since the entry is over; one that has ended well only for want of
-    another."""
-
-    @property
-    def renews(self) -> bool:
-        """Whether only new processes enter `main`, since those that have entered it again fail in it."""
-        return self.failures == FAILURES_MAX
+    """The first process that has ended by itself since the generation is over; one that has ended well only for want
+    of another."""
+    useless: str = ""
+    """Why another generation would be none."""
 
     @property
     def last(self) -> str:
@@ -70,33 +59,30 @@ class CrashLoop:
         self.deaths = 0
         self.ended_since.clear()
 
-    def begun(self) -> None:
-        """All ranks are in their loop."""
-        self.failures = 0
-
-    def over(self, *, begun: bool) -> None:
-        """An entry has failed. begun: after its first step."""
-        self.unbegun, self.blamed = not begun, None
+    def over(self) -> None:
+        """A generation has failed."""
+        self.blamed = None
         self.deaths += 1
 
-    def ended(self, event: Ended, *, was_in_main: bool, again: bool) -> None:
-        """A process has ended by itself since the entry is over; again: it had entered `main` before that."""
+    def ended(self, event: Ended) -> None:
+        """A process has ended by itself since the generation is over."""
         self.ended_since.add(event.rank)
         if self.blamed is None or (event.code and not self.blamed.code):
             self.blamed = event
-        if not was_in_main:
-            return
-        if self.unbegun and (again or self.renews):
-            self.unbegun = False
-            self.failures += 1
         self.raised[event.rank] = NUMBERS.sub("#", event.raised)
+
+    def give_up(self, why: str) -> None:
+        """Another generation would not go on from this one; all ranks may end as after any failure."""
+        self.useless = self.useless or why
 
     def judge(self, entry: int, step: int) -> str | None:
         """Why it is of no use to go on with `entry` from `step`; None as long as it may be.
 
-        All ranks have left `main` by then, or they might still save a step, or fail themselves.
+        All ranks have ended by then, or they might still save a step, or fail themselves.
         """
         self._count(entry, step)
+        if self.useless:
+            return self.useless
         if not self.deaths:
             self.ended_since.clear()
         last = f", the last with {self.last}" if self.last else ""
@@ -105,11 +91,6 @@ class CrashLoop:
             return (
                 f"{count} failures in a row by the same exception of the same rank, with at most "
                 f"{REPEAT_STEPS} steps saved in between{last}"
-            )
-        if self.failures > FAILURES_MAX:
-            return (
-                f"main() has failed {self.failures} times in a row before its first step, the last time in new "
-                f"processes only{last}"
             )
         if self.deaths > DEATHS_MAX:
             ranks = ", ".join(map(str, sorted(self.ended_since))) or "unknown"

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lastwords.launcher.versions import Ask, Sources
-
 UNKNOWN_CODE = 256
 """No process ends with it: how this one has ended only whoever has started it knows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """`rank` is not in `main`, holds no group, and waits.
-
-    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl, where it
-    knows that. sources: a digest of the user's code that it has imported. entered: the newest entry by which this
-    process was in `main`; -1: none.
-    """
+class Ready:
+    """No process of `rank` runs, and one can be started. entered: the newest generation it was in; -1: none known."""
 
     rank: int
-    step: int = 0
-    record: str = ""
-    sources: str = ""
     entered: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
-    """`rank` has been in `main` since before this launcher was there; it repeats what it has said.
+class Gone:
+    """Nor can one be started any more: whoever would do so has ended, and its process with it."""
 
-    generation: the number of its entry; the name is that on the wire. begun: so has its loop. loops: how many have,
-    this one included.
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """`rank` runs since before this launcher was there; it repeats what it has said.
+
+    begun: its loop has begun. loops: how many have, this one included.
     """
 
     rank: int
@@ -41,20 +37,30 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The training loop of `rank` has begun after `step`, so a controller looks after it.
+class Guarded:
+    """A controller looks after `rank`. path: of what it keeps for the one that follows it; "" on another host."""
 
-    inexact: why it may differ from one that was never interrupted; "" where nothing is known.
+    rank: int
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The training loop of `rank` has begun after `step`.
+
+    inexact: why it may differ from one that was never interrupted; "" where nothing is known. resumes: `resume()` was
+    called before it.
     """
 
     rank: int
     step: int = 0
     inexact: str = ""
+    resumes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """`rank` has ended its first step since it entered `main`; nothing follows from that."""
+    """`rank` has ended its first step in this generation; nothing follows from that."""
 
     rank: int
 
@@ -67,15 +73,20 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """A signal holds the process of `rank`."""
+class Left:
+    """`rank` is told to leave after an incident, and ends now.
+
+    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl.
+    """
 
     rank: int
+    step: int = 0
+    record: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """The process that was started for `rank` is a spare: its imports are done."""
+class Stopped:
+    """A signal holds the process of `rank`."""
 
     rank: int
 
@@ -91,8 +102,8 @@ class Lost:
 class Ended:
     """The process of `rank` has ended. code: as of `Popen.returncode`. how: the same, for people.
 
-    raised: the exception that has left `lastwords.run` there, in one line; "" where none is known. lasting: `main`
-    would raise it again, however often it is entered.
+    raised: the exception that has left the script there, in one line; "" where none is known. lasting: each new process
+    would raise it again.
     """
 
     rank: int
@@ -122,19 +133,12 @@ class Tick:
     """Time has passed."""
 
 
-Event = Waiting | Sources | Inside | Begun | Updated | Over | Ended | Stopped | Imported | Lost | Kept | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a process for `rank`; where a spare is ready, that one."""
-
-    rank: int
+Event = Ready | Gone | Inside | Guarded | Begun | Updated | Over | Left | Ended | Stopped | Lost | Kept | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """All ranks wait, or have said that they are in `main`: keep by which entry, for whoever follows this launcher."""
+    """All ranks are ready, or have said that they run: keep in which generation, for whoever follows this launcher."""
 
     entry: int
     step: int
@@ -142,10 +146,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """All ranks wait: they enter `main`. port: of this entry's store, which the shell makes.
+    """All ranks are ready: a generation begins. port: of its store, which the shell makes.
 
-    generation: the number of the entry; the name is that on the wire. step: the newest one that is known to be saved:
-    where the loop has to go on.
+    generation: its number; the name is that on the wire. step: the newest one that is known to be saved: where the loop
+    has to go on.
     """
 
     generation: int
@@ -154,8 +158,8 @@ class Enter:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
-    """`rank` leaves `main`; no controller will tell it."""
+class End:
+    """Ask the process of `rank` to end; no controller will tell it."""
 
     rank: int
 
@@ -168,9 +172,7 @@ class Kill:
     why: str
 
 
-NOT_COME = "has not reached lastwords.run(main)"
-NOT_ANSWERED = "is a spare and has not answered"
-NOT_LEFT = "has not left main()"
+NOT_ENDED = "has not ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +199,4 @@ class Stop:
     lasting: bool = False
 
 
-Effect = Start | Keep | Enter | Ask | Abandon | Kill | Awaited | Look | Stop
+Effect = Keep | Enter | End | Kill | Awaited | Look | Stop

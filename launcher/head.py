@@ -28,18 +28,20 @@ from lastwords.controller.words import ranks_text
 from lastwords.errors import StorageError, UnavailableError
 from lastwords.launcher.core import LauncherCore
 from lastwords.launcher.events import (
+    UNKNOWN_CODE,
     Begun,
     Effect,
+    End,
     Ended,
     Enter,
     Event,
+    Gone,
     Keep,
+    Left,
     Lost,
-    Start,
     Stop,
     Tick,
     Updated,
-    Waiting,
 )
 from lastwords.launcher.link import (
     AGAIN_S,
@@ -53,7 +55,6 @@ from lastwords.launcher.link import (
     listening,
 )
 from lastwords.launcher.protocol import (
-    PROTOCOL,
     Introduction,
     difference,
     effect_of,
@@ -62,13 +63,14 @@ from lastwords.launcher.protocol import (
     to_message,
 )
 from lastwords.launcher.recovery import Recovery, incident_of, joined, sentence
-from lastwords.launcher.roster import START_S
+from lastwords.launcher.roster import Place
+from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 from lastwords.processor.departure import say
 
 _log = logging.getLogger(__name__)
 
-ENTRIES_PER_ROUND = 1000
-"""torch counts its own restarts; the entries of round n are called n * 1000, n * 1000 + 1, ..."""
+GENERATIONS_PER_ROUND = 1000
+"""torch counts its own restarts; the generations of round n are called n * 1000, n * 1000 + 1, ..."""
 
 STRANGERS_MAX = 512
 """Connections that have not shown the token."""
@@ -81,23 +83,24 @@ HOSTS_S = 2 * CONNECT_S
 """From the end of the rendezvous until the launchers of all its hosts have come: one may be lost in between."""
 
 STORE_S = 60.0
-"""How long a store for the next entry is tried for, where ports, descriptors or memory are short."""
+"""How long a store for the next generation is tried for, where ports, descriptors or memory are short."""
 
 
 class Head:
     """Directs the ranks 0 .. size - 1. address: of this host, where the stores are. Thread of the selector.
 
-    start_s, keeps: as of the core.
+    keeps: as of the core.
     """
 
-    def __init__(
-        self, size: int, number: int, address: str, start_s: float | None = START_S, *, keeps: bool = False
-    ) -> None:
-        self.core = LauncherCore(tuple(range(size)), start_s=start_s, keeps=keeps)
+    def __init__(self, size: int, number: int, address: str, *, keeps: bool = False) -> None:
+        self.core = LauncherCore(tuple(range(size)), keeps=keeps)
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
-        self._ended: dict[int, Ended] = {}
-        self._first = number * ENTRIES_PER_ROUND
+        self._left: set[int] = set()
+        """Ranks that have, in this generation."""
+        self._asked: set[int] = set()
+        """Those that were told from here to end."""
+        self._first = number * GENERATIONS_PER_ROUND
         self._address = address
         self._store: TCPStore | None = None
         self._hosts: list[Callable[[Effect], None]] = []
@@ -106,10 +109,10 @@ class Head:
         self._busy = False
         self._size = size
         self._own_time = OwnTime()  # a launcher may have come while this one was stopped, and has not been heard yet
-        self._hosts_due_s = None if start_s is None else self._own_time.at(mono_s()) + HOSTS_S
+        self._hosts_due_s = None if keeps else self._own_time.at(mono_s()) + HOSTS_S
 
     def take_over(self, entry: int, step: int) -> None:
-        """Follow a head that was killed after it had let all ranks enter `main`, by this entry."""
+        """Follow a head that was killed after it had begun this generation."""
         self.core.take_over(entry, step)
         self._recovery.entered(entry, mono_s())
 
@@ -160,16 +163,16 @@ class Head:
             case Enter(entry, step=step):
                 number = self._first + entry
                 self._recovery.entered(number, mono_s())
-                # Each entry has a store of its own: in the one before it, ranks would find addresses of the dead.
+                self._left.clear()
+                self._asked.clear()
+                # Each has a store of its own: in the one before it, ranks would find addresses of the dead.
                 self._store = _new_store(self._address)
                 self._tell_all(Enter(number, self._store.port, step))
             case Stop() | Keep():
                 self._tell_all(effect)
-            case Start(rank):
-                ended = self._ended.pop(rank, Ended(rank, 0))
-                self._recovery.died(rank, ended.code, mono_s(), ended.how, ended.raised)
-                self._host_of[rank](effect)
             case _ if effect.rank in self._host_of:
+                if isinstance(effect, End):
+                    self._asked.add(effect.rank)
                 self._host_of[effect.rank](effect)
             case _:
                 _log.warning("the launcher of rank %d's host has not come yet; all others wait for it", effect.rank)
@@ -180,11 +183,14 @@ class Head:
 
     def _note(self, event: Event, now_s: float) -> None:
         match event:
-            case Ended(rank):
-                self._ended[rank] = event
-            case Waiting(rank, step, record):
+            case Left(rank, step, record):
                 self._record = Path(record) if record else self._record
-                self._recovery.waiting(rank, step, now_s)
+                self._left.add(rank)
+                self._recovery.left(rank, step, now_s)
+            case Ended(rank, code, how, raised) if self._is_by_itself(rank, code, raised):
+                self._recovery.died(rank, code, now_s, how, raised)
+            case Gone(rank) if self.core.place(rank) is Place.RUNNING:
+                self._recovery.died(rank, UNKNOWN_CODE, now_s)
             case Begun(rank, step, inexact):
                 self._recovery.begun(rank, step, now_s, inexact)
             case Updated(rank):
@@ -192,6 +198,10 @@ class Head:
                     _tell_in_time(line, self._record)
             case _:
                 pass
+
+    def _is_by_itself(self, rank: int, code: int, raised: str) -> bool:
+        """Whether this end is a failure of the rank's own; its controller tells it to leave in either case."""
+        return code != 0 and rank not in self._asked and (raised != "" or rank not in self._left)
 
 
 class Listener:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import select
@@ -11,69 +12,65 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint.codec import from_json
-from lastwords.clock import mono_s
+from lastwords.clock import mono_s, wall_ns
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import FormatError, is_shortage
 from lastwords.launcher.events import (
-    NOT_LEFT,
-    Abandon,
     Awaited,
     Effect,
+    End,
     Ended,
     Enter,
     Event,
-    Imported,
+    Guarded,
     Kill,
+    Left,
     Look,
     Lost,
-    Start,
+    Ready,
     Stop,
     Stopped,
     Updated,
-    Waiting,
 )
+from lastwords.launcher.fork_messages import Fork
+from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.processes import Controllers, Process, ended_badly, kill_group
+from lastwords.launcher.orphans import children, end_orphans
+from lastwords.launcher.processes import Controllers, RankProcess, Seat, ended_badly, kill_group
 from lastwords.launcher.protocol import (
     OWN,
-    Become,
-    Controlled,
     ControllerAnswer,
     ControllerWanted,
     Dismissed,
     Done,
-    Entry,
     Hello,
-    Order,
     Raised,
-    Ready,
     Report,
     difference,
     report_of,
     to_worker,
 )
 from lastwords.launcher.registry import Refused
-from lastwords.launcher.roster import OWN_LEAVE_S
-from lastwords.launcher.spares import RESTOCK_S, Spare, Spares
 from lastwords.launcher.standby import Standby
-from lastwords.launcher.versions import Ask
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
 from lastwords.liveness.oom_counts import OomCounts
+from lastwords.optim_wrapper.launch.reporter import LAUNCHER
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a process has ended badly. error: what has left its `main`; "" where nothing is known to."""
+    """How a process has ended badly. error: what has left its script; "" where nothing is known to."""
 
     pid: int
     code: int
@@ -81,7 +78,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class HowLeft:
     """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them has
     said to be saved, at any time; 0 if none. record: where the incidents of the job are noted.
     """
@@ -91,61 +88,137 @@ class Left:
     record: Path | None
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What ranks run. python: that of the fork server; "": each is a process of its own. threads: of each pool.
+
+    preload: modules that are imported before any rank is forked. dies_with_launcher: so do the ranks.
+    """
+
+    python: str
+    is_module: bool
+    threads: int
+    preload: tuple[str, ...] = ()
+    dies_with_launcher: bool = False
+
+    def path_of(self, seats: Mapping[int, Seat]) -> str:
+        """Where the script's own modules are."""
+        args = next(iter(seats.values())).args
+        return os.getcwd() if self.is_module or len(args) < 2 else os.path.dirname(os.path.realpath(str(args[1])))
+
+
+SOCKET_PATH_MAX = 80
+"""Of the directory that temporary ones are made in; a Unix socket's path has room for 107 bytes."""
+
+PREFIX = "lastwords-"
+"""Of the directories with launchers' sockets."""
+
+ABANDONED_S = 60.0
+"""Age from which a socket without a listener is one that a killed launcher has left."""
+
 SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
 
+RESTOCK_S = 10.0
+"""From the use of a controller until another one is prepared, which takes some processor time."""
+
 RESTOCK_AFTER_UPDATE_S = 0.3
 """The same from the first update of a rank on this host: the others are about to make theirs."""
+
+CHANGED = "{} has been changed since the job was started, and a job does not go on with another version of its script"
+
+
+def rank_server(backlog: int) -> socket.socket:
+    """Where the ranks of this host come to, in a directory of its own. What killed launchers have left is removed."""
+    short = len(tempfile.gettempdir()) < SOCKET_PATH_MAX
+    parent = Path(tempfile.gettempdir() if short else "/tmp")
+    remove_abandoned(parent)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(os.path.join(tempfile.mkdtemp(prefix=PREFIX, dir=parent), "agent"))
+    server.listen(backlog)
+    return server
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Sockets of launchers that were killed."""
+    for path in parent.glob(f"{PREFIX}*/agent"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if path.stat().st_uid != os.getuid() or wall_ns() - path.stat().st_mtime_ns < ABANDONED_S * 1e9:
+                continue
+            probe.setblocking(False)  # a launcher that is stopped takes no more connections, and has not ended
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+                path.parent.rmdir()
 
 
 class Host:
     """Belongs to the thread that runs `selector`, whose keys' data are functions to call.
 
-    server: where the workers come to, a Unix socket in a directory of its own, which is removed in the end. context:
-    torch's, of the processes that were started first. report: takes what happens to this host's ranks; `obey` is the
-    way back.
+    server: where the ranks come to, a Unix socket in a directory of its own, which is removed in the end. seats: by
+    rank. report: takes what happens to this host's ranks; `obey` is the way back. forks: a fork server that has been
+    started already.
     """
 
     def __init__(
         self,
         server: socket.socket,
-        context: Any,
-        spares: int,
+        seats: Mapping[int, Seat],
+        program: Program,
         selector: selectors.BaseSelector,
         report: Callable[[Event], None],
+        forks: ForkServer | None = None,
     ) -> None:
         self.result: Stop | None = None
         self.failures: dict[int, Failure] = {}
-        """Of the ranks whose processes have ended badly by themselves since all entered `main`, the first of each."""
+        """Of the ranks whose processes have ended badly by themselves in this generation."""
+        self.seats = seats
+        self.address = ""
+        """Of rank 0's host, where it is another one than that of the store."""
+        self._program = program
         self._raised: dict[int, Raised] = {}
         """What they have said before their end."""
-        self._killed: set[int] = set()
-        """Processes that were ended from here."""
-        self._context = context
-        self._local = {int(env["RANK"]): local for local, env in context.envs.items()}
-        self.processes: dict[int, subprocess.Popen[bytes]] = {
-            rank: context.subprocess_handlers[local].proc for rank, local in self._local.items()
-        }
-        self._spares = Spares(spares, context, self._at_the_end_of, self._say_once, self._restock_in)
+        self._asked: set[int] = set()
+        """Processes that were told to end, from here."""
+        self._left: set[int] = set()
+        """And those that were told by their controller, maybe after an exception of their own."""
+        self._to_signal: dict[int, int] = {}
+        """Ranks whose processes are told so as soon as they are there, and by which signal."""
         self._links: dict[int, Connection] = {}
         self._complaints = Complaints()
         self._controllers = Controllers()
+        self._controllers.wanted = 0 in seats
         self._standby = Standby()
-        self._restock_due_s: float | None = None
+        self._restock_due_s: float | None = mono_s()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
         self._saved_step, self._record = 0, ""
+        self._script = _Script(seats, program)
+        self._sessions: set[int] = set()
+        self._before = {*children()}
+        """Processes that this one had before it had any rank: of a shell, say, that has become this launcher."""
+        self._tries = 0
+        self._forking: tuple[Mapping[str, str], int] | None = None
+        """What is the same in all forks of this generation, and the step that was saved."""
         self._selector = selector
         self._report = report
         self._server = server
+        common = {**os.environ, **_common([seat.env for seat in seats.values()])}
+        job = common.get("TORCHELASTIC_RUN_ID", "")
+        self._forks = forks or ForkServer(
+            program.python, common, selector, job, program.preload, program.path_of(seats)
+        )
+        self._forks.made, self._forks.failed = self._made, self._cannot_fork
 
     def begin(self) -> None:
-        """Watch what was started, and start spares."""
+        """Processes can be started from now on."""
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        for rank in self.processes:
-            self._watch(rank)
-        self._spares.restock()
+        if self._program.python and not self._forks.pid:
+            self._try("no fork server can be started", self._forks.start)
+        for rank in self.seats:
+            self._report(Ready(rank))
 
     @property
     def due_in_s(self) -> float | None:
@@ -157,7 +230,6 @@ class Host:
         """Time has passed."""
         if self._restock_due_s is not None and mono_s() >= self._restock_due_s:
             self._restock_due_s = None
-            self._spares.restock()
             self._controllers.prepare()
         now_s = mono_s()
         due = [act for due_s, act in self._later if due_s <= now_s]
@@ -166,11 +238,10 @@ class Host:
             act()
 
     def end(self) -> None:
-        """Spares and the controller that waits end; ranks go on."""
-        self._spares.end()
-        for rank in self.processes:
-            self._tell(rank, Dismissed())
+        """The fork server and the controller that waits end; ranks go on."""
+        self._forks.end()
         for link in self._links.values():
+            link.tell(to_worker(Dismissed()))
             link.hang_up()
         self._controllers.end()
         self._standby.end()
@@ -178,63 +249,138 @@ class Host:
         self._server.close()
         shutil.rmtree(directory, ignore_errors=True)
 
-    def left(self) -> Left:
+    def left(self) -> HowLeft:
         """How the ranks have ended that were there at the `end`. Once, when they have."""
         self._report = lambda event: None  # nobody is replaced any more
         for link in self._links.values():
             while link.read():
                 pass
             link.close()
-        codes = {rank: process.returncode for rank, process in self.processes.items()}
-        return Left(codes, self._saved_step, Path(self._record) if self._record else None)
+        codes = {rank: seat.proc.returncode for rank, seat in self.seats.items() if seat.proc.pid}
+        return HowLeft(codes, self._saved_step, Path(self._record) if self._record else None)
 
     def obey(self, effect: Effect) -> None:
         """An order of the head of the job."""
         match effect:
-            case Start(rank):
-                self._try(f"no process can be started for rank {rank}", lambda: self._start(rank))
-            case Enter(entry, port, step):
-                self.failures.clear()
-                for rank in self.processes:
-                    self._tell(rank, Entry(entry, port, step))
-            case Ask(rank) | Abandon(rank):
-                self._tell(rank, effect)
+            case Enter():
+                self._enter(effect)
+            case End(rank):
+                self._end(rank, signal.SIGTERM)
             case Kill(rank, why):
-                _log.warning("rank %d is killed and replaced: %s", rank, why)
-                self._killed.add(self.processes[rank].pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.processes[rank].pid, signal.SIGKILL)  # Popen.kill would collect it
+                _log.warning("rank %d is killed: %s", rank, why)
+                self._end(rank, signal.SIGKILL)
             case Awaited(rank, what, seconds):
-                pid = self.processes[rank].pid
+                pid = self.seats[rank].proc.pid
                 stopped = f" and is stopped (`kill -CONT {pid}` lets it go on)" if process_id.is_stopped(pid) else ""
-                end = "" if seconds is None else f", and it is killed and replaced in {seconds:.0f} s"
-                if end and what == NOT_LEFT and not stopped:
-                    end = (
-                        f"; it ends itself after {OWN_LEAVE_S:g} s unless it writes files, and is killed and replaced "
-                        f"in {seconds:.0f} s at the latest"
-                    )
+                end = "" if seconds is None else f", and it is killed in {seconds:.0f} s"
                 _log.warning("rank %d (pid %d) %s%s; all others wait for it%s", rank, pid, what, stopped, end)
             case Look(rank):
-                if process_id.is_stopped(self.processes[rank].pid):
+                if process_id.is_stopped(self.seats[rank].proc.pid):
                     self._report(Stopped(rank))
             case Stop():
                 self.result = effect
 
     def signal_all(self, number: int) -> None:
         """Pass a signal on to the ranks of this host. Any thread."""
-        for process in [*self.processes.values()]:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)  # Popen.send_signal would collect it, before its end is seen here
+        for rank, seat in self.seats.items():
+            if seat.proc.returncode is None:
+                self._signal(rank, number)
 
-    # ------------------------------------------------------------------ workers
+    def _end(self, rank: int, number: int) -> None:
+        process = self.seats[rank].proc
+        if process.returncode is not None:  # it has ended, or is being forked
+            self._to_signal[rank] = number
+            return
+        self._asked.add(process.pid)
+        self._signal(rank, number)
 
-    def _tell(self, rank: int, order: Order) -> None:
-        if rank in self._links:
-            self._links[rank].tell(to_worker(order))
+    def _signal(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.seats[rank].proc.pid, number)  # a method of Popen's would collect it, unseen
+
+    # ------------------------------------------------------------------ a generation
+
+    def _enter(self, order: Enter) -> None:
+        if (changed := self._script.changed) is not None:
+            return self._report(Lost(CHANGED.format(changed)))
+        self._clear_up()
+        self.failures.clear()
+        self._asked.clear()
+        self._left.clear()
+        self._to_signal.clear()
+        self._tries = 0
+        more = {
+            "TORCHELASTIC_RESTART_COUNT": str(order.generation),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_PORT": str(order.port),
+        }
+        for seat in self.seats.values():
+            error_file = Path(seat.env.get("TORCHELASTIC_ERROR_FILE", ""))
+            if error_file.is_file():  # and not /dev/null, where there is no directory for logs
+                error_file.unlink()
+        if self._program.python:
+            self._forking = more, order.step
+            return self._forks.fork([self._fork(rank, seat, more, order.step) for rank, seat in self.seats.items()])
+        self._spawn_all(more, order.step)
+
+    def _spawn_all(self, more: Mapping[str, str], step: int) -> None:
+        environment = {**more, LAUNCHER: f"{step} {self._server.getsockname()}"}
+        for rank, seat in self.seats.items():
+            self._try(f"no process can be started for rank {rank}", partial(self._spawn, rank, seat, environment))
+
+    def _cannot_fork(self, why: str) -> None:
+        """Not any more, or never: with LD_PRELOAD and the like a bare interpreter has threads already."""
+        if any(seat.proc.pid for seat in self.seats.values()):
+            return self._lost(f"no rank can be forked: {why}")
+        _log.warning("no rank can be forked, so each is a new process, which takes seconds after a failure: %s", why)
+        self._program = replace(self._program, python="")
+        if self._forking is not None:
+            self._spawn_all(*self._forking)
+
+    def _fork(self, rank: int, seat: Seat, more: Mapping[str, str], step: int) -> Fork:
+        # torch's own: -u, and perhaps -m
+        argv = [str(one) for one in seat.args[2 if self._program.is_module else 1 :]]
+        environment = {**os.environ, **seat.env, **more}
+        return Fork(
+            rank, environment, argv, self._program.is_module, seat.stdout, seat.stderr, self._program.threads,
+            self._server.getsockname(), step, self.address, os.getpid() if self._program.dies_with_launcher else 0,
+        )  # fmt: skip
+
+    def _spawn(self, rank: int, seat: Seat, more: dict[str, str]) -> None:
+        seat.spawn(more)
+        self._watch(rank)
+
+    def _made(self, pids: Mapping[int, int], problem: str) -> None:
+        """Forks of the fork server; problem: why there are not more of them."""
+        for rank, pid in pids.items():
+            self.seats[rank].proc = RankProcess(pid)
+            self._watch(rank)
+        if not problem:
+            return
+        self._tries += 1
+        if self._tries > SHORTAGE_TRIES_MAX:
+            return self._lost(f"no rank can be forked: {problem}")
+        self._say_once(
+            f"not all ranks can be forked: {problem}; it is tried again for {SHORTAGE_TRIES_MAX * SHORTAGE_PAUSE_S:g} s"
+        )
+        self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._forks.fork(())))
+
+    def _lost(self, why: str) -> None:
+        self._report(Lost(why))
+
+    def _clear_up(self) -> None:
+        """What ranks of the generation before have left behind would meet those of the next one."""
+        ranks = {seat.proc.pid for seat in self.seats.values()}
+        kept = {*self._before, self._forks.pid, *self._controllers.pids, *ranks}
+        for pid, name in end_orphans(self._sessions, kept):
+            self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
+        self._sessions.clear()
+
+    # ------------------------------------------------------------------ ranks
 
     def _watch(self, rank: int) -> None:
-        process = self.processes[rank]
+        process = self.seats[rank].proc
+        self._sessions.add(process.pid)
         counts = OomCounts.around(process.pid)
         before = counts.read()
 
@@ -253,15 +399,11 @@ class Host:
                 link.close()
             said = self._raised.pop(rank, Raised("", lasting=False))
             event = Ended(rank, code, ending_text(code, before, counts.read()), said.error, said.lasting)
-            if code:
+            if code and process.pid not in self._asked and (said.error or process.pid not in self._left):
                 _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, event.words)
-            if code and process.pid not in self._killed:
                 self.failures.setdefault(rank, Failure(process.pid, code, said.error))
             self._report(event)
 
-        self._at_the_end_of(process, ended)
-
-    def _at_the_end_of(self, process: subprocess.Popen[bytes], ended: Callable[[], None]) -> None:
         def watch() -> None:
             pidfd = os.pidfd_open(process.pid)
 
@@ -273,6 +415,8 @@ class Host:
             self._selector.register(pidfd, selectors.EVENT_READ, once)
 
         self._try(f"process {process.pid} cannot be watched", watch)
+        if rank in self._to_signal:
+            self._end(rank, self._to_signal[rank])
 
     def _try(self, failure: str, act: Callable[[], None], tries: int = 1) -> None:
         """`act`, once more after a pause where something is short. The job ends if it is so all the time."""
@@ -280,7 +424,7 @@ class Host:
             act()
         except OSError as error:
             if not is_shortage(error) or tries > SHORTAGE_TRIES_MAX:
-                return self._report(Lost(f"{failure}: {error}"))
+                return self._lost(f"{failure}: {error}")
             self._say_once(f"{failure}: {error}; it is tried again for {SHORTAGE_TRIES_MAX * SHORTAGE_PAUSE_S:g} s")
             self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._try(failure, act, tries + 1)))
 
@@ -308,7 +452,7 @@ class Host:
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         who = _Who()
         pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        inbox = Inbox(f"process {pid}", lambda message: report_of(who.known_rank, message), self._complaints)
+        inbox = Inbox(f"process {pid}", lambda message: report_of(who.rank, message), self._complaints)
         connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
         return connection
 
@@ -316,52 +460,47 @@ class Host:
         match report:
             case Hello():
                 self._meet(who, link, report)
-            case Ready() if who.spare is not None:
-                who.spare.ready = True
-            case None | Ready() | Done():
+            case None | Done():
                 pass  # how a process ends is told by its pidfd
-            case _ if who.known_rank == OWN:
+            case _ if who.rank == OWN:
                 pass
             case Raised():
-                self._raised[who.known_rank] = report
-            case Controlled(path):
-                self._standby.controlled(who.known_rank, Path(path))
+                self._raised[who.rank] = report
             case ControllerWanted(work, asked):
                 self._hand_out(link, work, asked)
             case _:
-                if isinstance(report, Updated):
-                    self._restock_in(RESTOCK_AFTER_UPDATE_S)
-                if isinstance(report, Waiting):
-                    self._saved_step = max(self._saved_step, report.step)
-                    self._record = report.record or self._record
+                match report:
+                    case Guarded(rank, path) if path:
+                        self._standby.controlled(rank, Path(path))
+                    case Updated():
+                        self._restock_in(RESTOCK_AFTER_UPDATE_S)
+                    case Left(rank, step, record):
+                        self._left.add(self.seats[rank].proc.pid)
+                        self._saved_step = max(self._saved_step, step)
+                        self._record = record or self._record
                 self._report(report)
 
     def _meet(self, who: _Who, link: Connection, hello: Hello) -> None:
         """A process introduces itself. Each one that was started leads a session, also where a shell is around it.
 
-        What is left of a process that has been replaced is not heard.
+        What is left of a process of an earlier generation is not heard.
         """
         try:
             leader = os.getsid(hello.pid)
         except OSError:
             return
-        who.spare = self._spares.of(leader)
-        who.rank = next((rank for rank, process in self.processes.items() if process.pid == leader), None)
-        if who.spare is None and who.rank is None:
+        rank = next((rank for rank, seat in self.seats.items() if seat.proc.pid == leader), None)
+        if rank is None:
             return
-        name = f"a spare (pid {hello.pid})" if who.rank is None else f"rank {who.rank} (pid {hello.pid})"
+        name = f"rank {rank} (pid {hello.pid})"
         if (wrong := difference(hello.version)) is not None:
             link.tell(to_worker(Refused(f"{name} {wrong}")))
             link.close()
-            if who.rank is not None:
-                return self._report(Lost(f"{name} {wrong}"))
-            return self._complaints.tell(name, wrong)
+            return self._lost(f"{name} {wrong}")
         link.let_in(name)
-        if who.spare is not None:
-            who.spare.link = link
-        elif who.rank is not None:
-            self._links[who.rank] = link
-            self._raised.pop(who.rank, None)  # of one before it in the same shell, which tries again
+        who.rank = rank
+        self._links[rank] = link
+        self._raised.pop(rank, None)  # of one before it in the same shell, which tries again
 
     def _hand_out(self, link: Connection, work: dict[str, str], asked: int) -> None:
         process = self._controllers.hand_out(work)
@@ -383,33 +522,6 @@ class Host:
 
         self._selector.register(answers, selectors.EVENT_READ, answered)
 
-    # ------------------------------------------------------------------ processes
-
-    def _start(self, rank: int) -> None:
-        context, local = self._context, self._local[rank]
-        out, err = context.stdouts[local], context.stderrs[local]
-        error_file = Path(context.error_files[local])
-        if error_file.is_file():  # and not /dev/null, where there is no directory for logs
-            error_file.unlink()
-        spare = self._spares.take(local)
-        if spare is not None:
-            process, spare.rank = spare.process, rank
-            assert spare.link is not None
-            self._links[rank] = spare.link
-            spare.link.tell(to_worker(Become(context.envs[local], out, err)))
-        else:
-            process = Process(
-                context.entrypoint, context.args[local], context.envs[local], None, None, local,
-                context._numa_options, out=out, err=err,
-            )  # fmt: skip
-        context.subprocess_handlers[local] = process
-        self.processes[rank] = process.proc
-        self._watch(rank)
-        _log.warning("rank %d goes on in process %d%s", rank, process.proc.pid, " (a spare)" if spare else "")
-        if spare is not None:
-            self._restock_in(RESTOCK_S)
-            self._report(Imported(rank))
-
     def _restock_in(self, seconds: float) -> None:
         """What was used is replaced, but not while the ranks need the processors to train again."""
         due_s = mono_s() + seconds
@@ -417,15 +529,33 @@ class Host:
 
 
 class _Who:
-    """Who is at the other end of a link."""
+    """Who is at the other end of a link; OWN before it has introduced itself."""
 
-    def __init__(self) -> None:
-        self.rank: int | None = None
-        self.spare: Spare | None = None
+    rank = OWN
+
+
+class _Script:
+    """The file that all ranks run, where it is one."""
+
+    def __init__(self, seats: Mapping[int, Seat], program: Program) -> None:
+        first = next(iter(seats.values()))
+        is_file = program.python and not program.is_module
+        self._path = Path(str(first.args[1])) if is_file else None
+        self._digest = self._look()
+
+    def _look(self) -> bytes:
+        try:
+            return b"" if self._path is None else hashlib.sha256(self._path.read_bytes()).digest()
+        except OSError:  # the ranks will say so
+            return b""
 
     @property
-    def known_rank(self) -> int:
-        """OWN of a spare without a rank, and of whoever has not introduced itself."""
-        if self.spare is not None and self.spare.rank is not None:
-            self.rank, self.spare = self.spare.rank, None
-        return OWN if self.rank is None else self.rank
+    def changed(self) -> Path | None:
+        """The file, if it is another one than at the start."""
+        return self._path if self._look() != self._digest else None
+
+
+def _common(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What is the same for all ranks of this host."""
+    first, *others = environments
+    return {name: value for name, value in first.items() if all(one.get(name) == value for one in others)}

@@ -17,7 +17,6 @@ from lastwords.launcher.cluster_state import read_token
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.link import RECV_BYTES, STRANGER_LINE_BYTES_MAX, Lines, keep_alive, send
 from lastwords.launcher.protocol import (
-    PROTOCOL,
     Admission,
     Applicant,
     Application,
@@ -29,12 +28,13 @@ from lastwords.launcher.protocol import (
 )
 from lastwords.launcher.registry import Refused
 from lastwords.liveness import process_id
+from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 from lastwords.processor.departure import say
 
 _log = logging.getLogger(__name__)
 
 JOIN_S = 600.0
-"""How long a worker waits for a scheduler, and for its name to become free, before its first step or out of `main`."""
+"""How long a worker waits for a scheduler, and for its name to become free, while no process of its rank runs."""
 
 ANSWER_S = 10.0
 ASK_S_MAX = 3 * ANSWER_S
@@ -66,7 +66,7 @@ class Candidate:
         self._job = ""
 
     def join(self) -> Joined:
-        """It is a rank on return, and the environment says so.
+        """It is a rank on return.
 
         Raises ConfigError where the scheduler refuses it or is of another version, UnavailableError where there is
         none, SystemExit where there is nothing left to do for it.
@@ -98,13 +98,7 @@ class Candidate:
             time.sleep(AGAIN_S)
 
     def _take_place(self, answer: Admission) -> None:
-        cluster, self._name, self._rank, self._job = self._cluster, answer.name, answer.rank, answer.job
-        os.environ.update(
-            RANK=str(self._rank),
-            WORLD_SIZE=str(cluster.workers),
-            MASTER_ADDR=cluster.host,
-            TORCHELASTIC_RUN_ID=self._job,
-        )
+        self._name, self._rank, self._job = answer.name, answer.rank, answer.job
 
     def ask(self) -> Joined | Refused:
         """The scheduler's answer. NO_ANSWER, ConfigError."""

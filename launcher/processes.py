@@ -1,31 +1,111 @@
-"""Processes that a host's launcher starts beside torch's own: replacements, and controllers in advance."""
+"""Processes of one host: ranks, as forks of the fork server or of their own, and controllers in advance."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
+import threading
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lastwords.controller import launch as controller_launch
 from lastwords.liveness import process_id
 
 
-class Process(SubprocessHandler):
-    """A worker that was started after the others; its output goes on in the file of the one that it replaces."""
+class RankProcess:
+    """A child of this process that leads a session, whoever has forked it. Any thread."""
 
-    def __init__(self, *args: Any, out: str = "", err: str = "") -> None:
-        self._out, self._err = out, err
-        super().__init__(*args)
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """As of `Popen.returncode`."""
+        self._lock = threading.Lock()
 
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        with contextlib.ExitStack() as files:
-            streams = [files.enter_context(open(one, "ab")) if one else None for one in (self._out, self._err)]
-            return subprocess.Popen(args, env=env, stdout=streams[0], stderr=streams[1], start_new_session=True)
+    def poll(self) -> int | None:
+        """`returncode`, once it has ended, which collects it."""
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                ended = select.poll()
+                ended.register(pidfd, select.POLLIN)
+                ended.poll(None if timeout_s is None else timeout_s * 1000)
+            finally:
+                os.close(pidfd)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
+        return code
+
+
+class NoProcess:
+    """Where a rank has none: torch's agent finds that it has ended."""
+
+    pid = 0
+    returncode = 0
+
+    def poll(self) -> int:
+        """It has ended well."""
+        return 0
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The same."""
+        return 0
+
+
+class Seat:
+    """A rank's place on this host, over all generations. For torch's agent it is a `SubprocessHandler`.
+
+    args, env, stdout, stderr: torch's, of the first generation. proc: the process of this one.
+    """
+
+    def __init__(
+        self,
+        entrypoint: str,
+        args: tuple[object, ...],
+        env: dict[str, str],
+        stdout: str | None = None,
+        stderr: str | None = None,
+        local_rank_id: int = 0,
+        numa_options: Any = None,
+    ) -> None:
+        self.entrypoint, self.args, self.env, self.numa_options = entrypoint, args, env, numa_options
+        self.stdout, self.stderr = stdout or "", stderr or ""
+        for path in {self.stdout, self.stderr} - {""}:
+            open(path, "wb").close()  # what a start before this one has left there
+        self.local_rank_id = local_rank_id
+        self.proc: Any = NoProcess()
+
+    def spawn(self, env: dict[str, str]) -> None:
+        """A process of its own. OSError."""
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+        paths = self.stdout, self.stderr
+
+        class Own(SubprocessHandler):
+            def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+                with contextlib.ExitStack() as files:
+                    out, err = (files.enter_context(open(one, "ab")) if one else None for one in paths)
+                    return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
+
+        environment = {**self.env, **env}
+        own = Own(self.entrypoint, self.args, environment, None, None, self.local_rank_id, self.numa_options)
+        self.proc = own.proc
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """A signal for all processes of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 class Controllers:
@@ -34,12 +114,18 @@ class Controllers:
     def __init__(self) -> None:
         self._ready: subprocess.Popen[bytes] | None = None
         self._out: list[subprocess.Popen[bytes]] = []
-        self._wanted = False
+        self.wanted = False
+        """A rank of this host has asked, or is about to: that of the next generation is on the same host."""
+
+    @property
+    def pids(self) -> set[int]:
+        """Of all that may run."""
+        return {one.pid for one in (*self._out, self._ready) if one is not None}
 
     def prepare(self) -> None:
-        """For the next entry, where one was used in this: the host whose rank has asked is that of the next, too."""
+        """One for the next generation."""
         self._out = [one for one in self._out if one.poll() is None]
-        if not self._wanted or (self._ready is not None and self._ready.poll() is None):
+        if not self.wanted or (self._ready is not None and self._ready.poll() is None):
             return
         command, environment = controller_launch.waiting_command()
         pipe = subprocess.PIPE
@@ -48,7 +134,7 @@ class Controllers:
 
     def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
         """It is a controller from now on; None if there is none, or it is stopped: nobody waits until it goes on."""
-        self._wanted = True
+        self.wanted = True
         process, self._ready = self._ready, None
         if process is None or process.poll() is not None:
             return None

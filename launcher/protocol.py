@@ -1,17 +1,16 @@
 """What the processes of a job say to each other, encoded and decoded here alone. One message is one line (link.py).
 
-"kind" is the name of a type below or in events.py, beside it stand the fields of that type. Between a worker and its
-launcher, or the scheduler of its cluster, there is no "rank": whoever holds the connection knows it.
+"kind" is the name of a type below or in events.py, beside it stand the fields of that type. Between a rank and its
+launcher, or a supervisor and the scheduler of its cluster, there is no "rank": whoever holds the connection knows it.
 
-    worker to launcher     Hello first; Ready where it is a spare; then what happens to it: Waiting, Sources, Begun,
-                           Updated, Over, Controlled, ControllerWanted; Raised at the end, where there is a reason
-    launcher to worker     Ask, Entry, Abandon, ControllerAnswer; Become to a spare; Dismissed when nobody is replaced
-                           any more; Refused instead of all that
-    scheduler to worker    Challenge first, Refused or Admission next; then as a launcher; besides Kill, Done in answer
-                           to Done, and Beat
-    worker to scheduler    Application first; where it was in `main` before, Inside next; then as to a launcher; Done at
-                           the end of `main`
-    between hosts          Introduction first, then events up to the head of the job, and effects down
+    rank to launcher         Hello first; then what happens to it: Guarded, Begun, Updated, Over, ControllerWanted; Left
+                             or Raised at the end, where there is a reason
+    launcher to rank         ControllerAnswer; Dismissed when nothing is healed any more; Refused instead of all that
+    scheduler to supervisor  Challenge first, Refused or Admission next; then Entry, End, Kill, Dismissed; besides Done
+                             in answer to Done, and Beat
+    supervisor to scheduler  Application first; where its rank runs, Inside next, else Ready; then what happens to the
+                             rank, as above, and Ended; Done where that was its end
+    between hosts            Introduction first, then events up to the head of the job, and effects down
 
 Who differs in PROTOCOL from the other end is refused, with what to do. So the first message of either side, Refused and
 Stop keep their form in all versions.
@@ -29,11 +28,9 @@ from typing import Any
 import msgspec
 
 from lastwords.errors import FormatError
-from lastwords.launcher import events, versions
+from lastwords.launcher import events
 from lastwords.launcher.registry import Refused
-
-PROTOCOL = 1
-"""Higher with every change of a message: tests/launcher/test_protocol.py tells when."""
+from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 
 OWN = -1
 """The rank of a worker that speaks of itself, and of one that is spoken to."""
@@ -41,31 +38,19 @@ OWN = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker's first message. rank: None of a spare."""
+    """A rank's first message."""
 
-    rank: int | None
+    rank: int
     pid: int
     version: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ready:
-    """A spare has imported the script."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception leaves `lastwords.run`, and with it the process ends. error, lasting: as of `events.Ended`."""
+    """An exception leaves the script, and with it the process ends. error, lasting: as of `events.Ended`."""
 
     error: str
     lasting: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Controlled:
-    """A controller of this host looks after the worker. path: of what it keeps for the one that follows it."""
-
-    path: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,16 +72,9 @@ class ControllerAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """From a worker of a cluster: `main` has come to its end. To it: that is kept."""
+    """From a worker of a cluster: its rank has come to its end, in this generation. To it: that is kept."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Become:
-    """A spare takes the place of a rank, with its environment and its files of output ("": its own)."""
-
-    environment: dict[str, str]
-    stdout: str
-    stderr: str
+    entry: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +88,7 @@ class Seat:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """Enter `main`; the fields as of `events.Enter`."""
+    """A generation begins; the fields as of `events.Enter`."""
 
     generation: int
     port: int
@@ -120,14 +98,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dismissed:
-    """Nobody is replaced any more. failure: why, where a cluster ends before its workers have come to their end."""
+    """Nothing is healed any more. failure: why, where a cluster ends before its workers have come to their end."""
 
     failure: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerGone:
-    """From a worker's own membership.py: no store of its scheduler answers any more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,33 +164,25 @@ class Introduction:
 
 
 _EVENTS = (
-    events.Waiting, versions.Sources, events.Inside, events.Begun, events.Updated, events.Over, events.Ended,
-    events.Stopped, events.Imported, events.Lost,
+    events.Ready, events.Inside, events.Guarded, events.Begun, events.Updated, events.Over, events.Left, events.Ended,
+    events.Stopped, events.Lost,
 )  # fmt: skip
-_EFFECTS = (
-    events.Start, events.Enter, versions.Ask, events.Abandon, events.Kill, events.Awaited, events.Look, events.Stop,
-)  # fmt: skip
+_EFFECTS = (events.Enter, events.End, events.Kill, events.Awaited, events.Look, events.Stop)
 _REPORTS = (
-    events.Waiting, versions.Sources, events.Inside, events.Begun, events.Updated, events.Over,
-    Ready, Controlled, ControllerWanted, Raised, Done, Hello,
+    events.Guarded, events.Begun, events.Updated, events.Over, events.Left, events.Ready, events.Inside, events.Ended,
+    events.Stopped, ControllerWanted, Raised, Done, Hello,
 )  # fmt: skip
-_ORDERS = (
-    versions.Ask, events.Abandon, events.Kill,
-    Entry, Become, ControllerAnswer, Dismissed, SchedulerGone, Refused, Done, Beat,
-)  # fmt: skip
+_ORDERS = (events.End, events.Kill, events.Look, Entry, ControllerAnswer, Dismissed, Refused, Done, Beat)
 _GREETINGS = (Challenge, Application, Admission, Introduction)
 _WITHIN = (Applicant, Seat)
 KINDS = tuple(dict.fromkeys((*_EVENTS, *_EFFECTS, *_REPORTS, *_ORDERS, *_GREETINGS, *_WITHIN)))
 """All types that go over a connection, those within others as well."""
 
 Report = (
-    events.Waiting | versions.Sources | events.Inside | events.Begun | events.Updated | events.Over
-    | Ready | Controlled | ControllerWanted | Raised | Done | Hello
+    events.Guarded | events.Begun | events.Updated | events.Over | events.Left | events.Ready | events.Inside
+    | events.Ended | events.Stopped | ControllerWanted | Raised | Done | Hello
 )  # fmt: skip
-Order = (
-    versions.Ask | events.Abandon | events.Kill
-    | Entry | Become | ControllerAnswer | Dismissed | SchedulerGone | Refused | Done | Beat
-)  # fmt: skip
+Order = events.End | events.Kill | events.Look | Entry | ControllerAnswer | Dismissed | Refused | Done | Beat
 Greeting = Challenge | Application | Admission | Introduction
 
 

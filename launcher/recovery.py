@@ -6,12 +6,12 @@ A recovery lasts from the first death until every rank has updated its weights a
      "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "inexact"?}, ...],
      "generation"?, "incident"?}
 
-entry: number of the entry by which the ranks go on. generation, incident: those of the newest of the controllers' lines
-about this failure, where there is one: ranks may die in a recovery, too. began_mono_s: when the ranks entered `main`
-the time before. died_mono_s: the first sign that they have to leave it. Events: died (the process has ended; the
-controller often knows before; raised: the exception that has left its `main`), left (a survivor is out of `main`),
-ready (the process that replaces a dead one waits), entered, begun (the loop of a rank; inexact: why it may differ from
-one that was never interrupted), updated. Instants are CLOCK_MONOTONIC, as the controller's are.
+entry: number of the generation that goes on. generation, incident: those of the newest of the controllers' lines
+about this failure, where there is one: ranks may die in a recovery, too. began_mono_s: when the generation before
+began. died_mono_s: the first sign that it is over. Events: died (a process has ended by itself; the controller often
+knows before; raised: the exception that has left its script), left (a survivor leaves), entered (all processes are
+started anew), begun (the loop of a rank; inexact: why it may differ from one that was never interrupted), updated.
+Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
 from __future__ import annotations
@@ -48,24 +48,21 @@ class Recovery:
     _step: int = 0
     _began_s: float = 0.0
     _entered_s: float = 0.0
-    _dead: set[int] = field(default_factory=set)
     _late: set[int] = field(default_factory=set)
-    """Those that have not updated since all entered `main`."""
+    """Those that have not updated in this generation."""
 
     def died(self, rank: int, code: int, now_s: float, how: str = "", raised: str = "") -> None:
-        """A process has ended, and another one takes its place. code, how, raised: as of `events.Ended`."""
-        self._dead.add(rank)
+        """A process has ended by itself. code, how, raised: as of `events.Ended`."""
         more = {name: words for name, words in (("how", how), ("raised", raised)) if words}
         self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code, **more})
 
-    def waiting(self, rank: int, step: int, now_s: float) -> None:
-        """`rank` is ready to enter `main`. step: the newest one that it knows to be saved."""
-        if self._began_s:  # survivors may be out before the end of the dead one's process is seen
-            self._step = max(self._step, step)
-            self._note("ready" if rank in self._dead else "left", rank, now_s)
+    def left(self, rank: int, step: int, now_s: float) -> None:
+        """`rank` is told to leave. step: the newest one that it knows to be saved."""
+        self._step = max(self._step, step)
+        self._note("left", rank, now_s)
 
     def entered(self, entry: int, now_s: float) -> None:
-        """All ranks enter `main`."""
+        """A generation begins."""
         self._entry, self._entered_s, self._late = entry, now_s, {*self.ranks}
         if self._events:
             self._events.append({"what": "entered", "mono_s": round(now_s, 6)})
@@ -79,7 +76,7 @@ class Recovery:
             self._note("begun", rank, now_s, {"inexact": inexact} if inexact else {})
 
     def updated(self, rank: int, now_s: float) -> str | None:
-        """`rank` has ended its first step since it entered `main`. The line of JSON, if it is the last one to do so."""
+        """`rank` has ended its first step in this generation. The line of JSON, if it is the last one to do so."""
         if not self._events:
             return None
         self._note("updated", rank, now_s)
@@ -97,7 +94,6 @@ class Recovery:
             }
         )
         self._events, self._step, self._began_s = [], 0, self._entered_s
-        self._dead.clear()
         return line
 
     def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, str] = NOTHING_MORE) -> None:
@@ -107,24 +103,24 @@ class Recovery:
 def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
     """One line for people. incident: the controller's record of the same failure, where there was one.
 
-    >>> died = [{"what": "died", "mono_s": 5.0, "rank": 2, "code": -9}, {"what": "ready", "mono_s": 5.4, "rank": 2}]
+    >>> died = [{"what": "died", "mono_s": 5.0, "rank": 2, "code": -9}, {"what": "entered", "mono_s": 5.4}]
     >>> record = {"outcome": OUTCOME, "entry": 1, "step": 31, "died_mono_s": 5.0,
     ...     "events": [*died, {"what": "updated", "mono_s": 5.7, "rank": 0}]}
     >>> saved = [{"what": "decided", "mono_s": 5.008}, {"what": "published", "mono_s": 5.07}]
     >>> sentence(json.dumps(record), {"known_mono_s": 5.0, "step": 31, "events": saved})
-    'rank 2 died (SIGKILL): decided after 8 ms, saved after 70 ms, replaced after 0.4 s, training again after 0.7 s; \
-nothing lost, step 31 was saved'
+    'rank 2 died (SIGKILL): decided after 8 ms, saved after 70 ms, started again after 0.4 s, training again after \
+0.7 s; nothing lost, step 31 was saved'
     >>> refused = {"outcome": "NOT_SAVED", "reason": "disk full", "known_mono_s": 5.0, "events": [
     ...     {"what": "settled", "mono_s": 5.001, "rank": 0, "stand": "COMPUTING(31)"}]}
     >>> sentence(json.dumps({**record, "step": 20}), refused)
-    'rank 2 died (SIGKILL): replaced after 0.4 s, training again after 0.7 s; NOT SAVED (disk full): \
+    'rank 2 died (SIGKILL): started again after 0.4 s, training again after 0.7 s; NOT SAVED (disk full): \
 STEPS 21 TO 31 ARE LOST, resumed after step 20'
     """
     record = json.loads(line)
     died_s = min(record["died_mono_s"], incident["known_mono_s"] if incident else record["died_mono_s"])
     moments = (("decided", "decided"), ("published", "saved"))
     found = [f"{word} after {_since(died_s, at)}" for what, word in moments for at in _last(incident or _NONE, what)]
-    found += [f"replaced after {_since(died_s, at)}" for at in _last(record, "ready")]
+    found += [f"started again after {_since(died_s, at)}" for at in _last(record, "entered")]
     found += [f"training again after {_since(died_s, at)}" for at in _last(record, "updated")]
     seen = {one["rank"]: one["how"] for one in (incident or _NONE)["events"] if one["what"] == "ended"}
     dead: dict[int, str] = {}

@@ -35,7 +35,7 @@ class Member:
     over: bool = False
     """Its end is known, or taken for granted."""
     done: bool = False
-    """It has come to the end of `main`."""
+    """Its rank has come to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,7 @@ class Registry:
         if rank not in (None, member.rank):
             return Refused(f"it is rank {rank}, and {name!r} is rank {member.rank} by now; start it again")
         if member.done and member.process != process:
-            return Refused(
-                f"worker {name!r} has come to the end of main() before, so there is nothing to do", done=True
-            )
+            return Refused(f"worker {name!r} has come to its end before, so there is nothing to do", done=True)
         if member.process != process:
             if (why := self._is_taken(member, now_s, runs)) is not None:
                 return Refused(f"{name!r} is taken by {why}", later=True)

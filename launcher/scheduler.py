@@ -7,19 +7,16 @@ has with it an HMAC, with the token, of the application and of a nonce that was 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hmac
 import logging
 import math
-import os
 import resource
 import secrets
 import selectors
-import signal
 import socket
-from typing import Any
+from typing import Any, TypeGuard
 
 from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
@@ -28,33 +25,30 @@ from lastwords.launcher.address import listen
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
-    UNKNOWN_CODE,
-    Abandon,
     Awaited,
     Effect,
+    End,
     Ended,
     Enter,
     Event,
+    Gone,
     Keep,
     Kept,
     Kill,
     Look,
     Lost,
-    Start,
+    Ready,
     Stop,
-    Stopped,
 )
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import STRANGER_LINE_BYTES_MAX, Complaints, Connection, Inbox, Lines, Reception
 from lastwords.launcher.protocol import (
     OWN,
-    PROTOCOL,
     Admission,
     Applicant,
     Application,
     Beat,
     Challenge,
-    Controlled,
     ControllerWanted,
     Dismissed,
     Done,
@@ -62,7 +56,6 @@ from lastwords.launcher.protocol import (
     Hello,
     Order,
     Raised,
-    Ready,
     Report,
     Seat,
     application_of,
@@ -73,9 +66,9 @@ from lastwords.launcher.protocol import (
     to_worker,
 )
 from lastwords.launcher.registry import Admitted, Member, Process, Refused, Registry
-from lastwords.launcher.roster import Place
-from lastwords.launcher.versions import Ask
+from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.liveness import process_id
+from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 
 _log = logging.getLogger(__name__)
 
@@ -149,20 +142,20 @@ class Scheduler:
             one.linked, one.silent_since_s, one.over = False, now_s, False
         self._token = state.token()
         self._links: dict[int, _Link] = {}
-        self._raised: dict[int, Raised] = {}
-        """What ranks have said before their end."""
         self._strangers: list[_Link] = []
         self._applied: list[tuple[_Link, Applicant]] = []
         """In this turn."""
-        self._done: list[int] = []
-        """Ranks that have come to the end of `main` in this turn."""
+        self._done: dict[int, int] = {}
+        """Ranks that have come to their end, which is not kept yet, and in which generation."""
+        self._done_due_s = -math.inf
+        """When that is tried again."""
         self.complaints = Complaints()
         self._unkept = ""
         """Why the state could not be written the last time."""
         self._result: Stop | None = None
         self._told_s = now_s
         self._beat_mono_s = mono_s()
-        self._head = Head(cluster.workers, 0, cluster.host, start_s=None, keeps=True)
+        self._head = Head(cluster.workers, 0, cluster.host, keeps=True)
         self._head.has_host(range(cluster.workers), self._obey)
         self._strangers_max = min(BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._servers = listen(cluster, BACKLOG)
@@ -208,17 +201,21 @@ class Scheduler:
     def _settle(self) -> None:
         """What this turn has brought that the next scheduler has to know: written once, and answered then."""
         applied = [(link, who) for link, who in self._applied if link.connection.open]
-        done, self._applied, self._done = self._done, [], []
+        self._applied = []
+        if self._head.core.heals or any(entry < self._head.core.entry for entry in self._done.values()):
+            self._take_back_ends()
+        done = self._done if self._now_s >= self._done_due_s else {}
         before = {**self._registry.members}
         verdicts = [(link, self._verdict(who)) for link, who in applied]
         new = {one.name for _, one in verdicts if isinstance(one, Admitted) and one.anew}
         failure = self._keep() if new or done else None
         if failure is not None:
-            self._registry.members = before
-        for rank in done:
-            if failure is None:
+            self._registry.members, self._done_due_s = before, self._now_s + KEEP_AGAIN_S
+        elif done:
+            self._done = {}
+            for rank in done:
                 self._tell(rank, Done())
-            self._report(Ended(rank, 0))
+                self._report(Ended(rank, 0))
         for link, verdict in verdicts:
             if isinstance(verdict, Refused):
                 link.tell(verdict)
@@ -226,6 +223,17 @@ class Scheduler:
                 link.tell(Refused(failure, later=True))
             else:
                 self._admit(link, verdict)
+
+    def _take_back_ends(self) -> None:
+        """These ranks have come to their end in a generation that is over all the same, and take part in the next."""
+        done, self._done = self._done, {}
+        for entry, rank in sorted((entry, rank) for rank, entry in done.items()):
+            self._member(rank).done = False
+            healed = self._head.core.heals
+            if healed:
+                self._report(Ended(rank, 0))
+            if not healed or self._head.core.place(rank) is Place.ABSENT:  # it has said so before
+                self._report(Ready(rank, entry))
 
     # ------------------------------------------------------------------ who is there
 
@@ -264,10 +272,9 @@ class Scheduler:
         return self._registry.apply(who.name, process, who.workers, self._now_s, self._runs_still, who.rank)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
-        if verdict.anew:
-            if self._head.core.place(verdict.rank) is not Place.STARTING:
-                self._report_end(verdict.rank)
-            self._raised.pop(verdict.rank, None)
+        if verdict.anew and self._head.core.place(verdict.rank) is not Place.ABSENT:
+            self._report(Gone(verdict.rank))
+        self._cannot_start(verdict.rank)
         older = self._links.pop(verdict.rank, None)
         if older is not None and older is not link:  # which has applied twice
             older.rank = OWN
@@ -289,6 +296,12 @@ class Scheduler:
             member = self._member(link.rank)
             member.linked, member.silent_since_s = False, self._now_s
             self._looked_s = -math.inf  # its process may have ended
+            self._cannot_start(link.rank)
+
+    def _cannot_start(self, rank: int) -> None:
+        """Before its supervisor has said, over another connection, where it is."""
+        if self._head.core.place(rank) is Place.READY:
+            self._head.hear(Gone(rank))
 
     def _look(self) -> None:
         """Who has ended? And for whom does everybody wait? Again after LOOK_S, or once a connection is lost."""
@@ -300,12 +313,13 @@ class Scheduler:
             self._state_looked_s = now_s
             if self._state.is_removed:
                 self._keep()
+        self._want_again()
         for rank in self._registry.ended(now_s, self._runs_still):
-            if self._head.core.place(rank) is not Place.STARTING:
-                self._report_end(rank)
+            self._report(Gone(rank))
+            self._ask_for(rank)
         if now_s - self._told_s >= NOTICE_S:
             self._told_s = now_s
-            missing = [r for r in range(self._cluster.workers) if self._head.core.place(r) is Place.STARTING]
+            missing = [r for r in range(self._cluster.workers) if self._head.core.place(r) is Place.ABSENT]
             if missing:
                 named = ", ".join(map(str, missing[:NAMED_MAX])) + (" ..." if len(missing) > NAMED_MAX else "")
                 _log.warning("waiting for workers to be started: ranks %s", named)
@@ -332,35 +346,41 @@ class Scheduler:
     def hear(self, rank: int, report: Report) -> None:
         """What a worker says."""
         match report:
-            case Done():
+            case Done(entry):
                 self._member(rank).done = True
-                self._done.append(rank)
-            case Raised():
-                self._raised[rank] = report
-            case Hello() | Ready() | Controlled() | ControllerWanted():
+                self._done[rank] = entry
+            case Hello() | Raised() | ControllerWanted():
                 pass  # for a launcher on its host
             case _:
                 self._report(report)
 
-    def _report_end(self, rank: int) -> None:
-        """Its process has ended; how it has, only whoever has started it knows, and what it has said."""
-        said = self._raised.pop(rank, Raised("", lasting=False))
-        self._report(Ended(rank, UNKNOWN_CODE, "", said.error, said.lasting))
+    def _ask_for(self, rank: int) -> None:
+        """People: its supervisor has ended, and the rank's process with it."""
+        name = next(name for name, one in self._registry.members.items() if one.rank == rank)
+        if self._result is None:
+            _log.warning(
+                "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
+            )
+        self._told_s = self._now_s
 
     def _report(self, event: Event) -> None:
-        if isinstance(event, Ended) and event.code and not self._cluster.recovery:
+        if not self._cluster.recovery and self._is_a_death(event):
             event = Lost(f"rank {event.rank} has ended, and MS_ENABLE_RECOVERY is not 1")
         self._head.hear(event)
 
+    def _is_a_death(self, event: Event) -> TypeGuard[Gone | Ended | Ready]:
+        match event:
+            case Gone():
+                return True
+            case Ended(code=code):
+                return code != 0
+            case Ready(rank):
+                return self._head.core.place(rank) is Place.RUNNING
+            case _:
+                return False
+
     def _obey(self, effect: Effect) -> None:
         match effect:
-            case Start(rank):
-                name = next(name for name, one in self._registry.members.items() if one.rank == rank)
-                self._want_again(self._member(rank))
-                _log.warning(
-                    "rank %d has ended; all wait for it: start it again with its environment, MS_NODE_ID=%s", rank, name
-                )
-                self._told_s = self._now_s
             case Keep(entry, step):
                 before = self._kept
                 self._kept = dataclasses.replace(before, generation=entry, step=step)
@@ -369,28 +389,22 @@ class Scheduler:
                 self._report(Kept(entry, failure or ""))
             case Enter(entry, port, step):
                 self._tell_to_enter(entry, port, step)
-            case Ask(rank) | Abandon(rank):
+            case End(rank) | Kill(rank) | Look(rank):
                 self._tell(rank, effect)
-            case Kill(rank, why):
-                _log.warning("rank %d is ended: %s", rank, why)
-                self._tell(rank, effect)
-                process = self._member(rank).process
-                if self._runs(process):
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(process.pid, signal.SIGKILL)
             case Awaited(rank, what):
                 _log.warning("rank %d %s; all others wait for it", rank, what)
-            case Look(rank):
-                process = self._member(rank).process
-                if self._runs(process) and process_id.is_stopped(process.pid):
-                    self._report(Stopped(rank))
             case Stop():
                 self._result = effect
 
-    def _want_again(self, member: Member) -> None:
-        """Its process has ended. Where it was done, all enter `main` again, and the next scheduler has to know that."""
-        if member.done:
-            member.done = False
+    def _want_again(self) -> None:
+        """Those that had come to their end before another one has failed; the next scheduler has to know that."""
+        wanted = [
+            one for one in self._registry.members.values()
+            if one.done and self._head.core.place(one.rank) is Place.ABSENT
+        ]  # fmt: skip
+        for one in wanted:
+            one.done = False
+        if wanted:
             self._keep()
 
     def _tell_to_enter(self, entry: int, port: int, step: int) -> None:
@@ -423,8 +437,8 @@ class Scheduler:
         except (BusyError, StorageError) as error:
             if str(error) != self._unkept:
                 _log.error(
-                    "what the next scheduler has to know cannot be written: %s; no worker is admitted and none enters "
-                    "main() until it can", error,
+                    "what the next scheduler has to know cannot be written: %s; no worker is admitted and no rank is "
+                    "started until it can", error,
                 )  # fmt: skip
             self._unkept = str(error)
             return f"the scheduler cannot write its state: {error}"

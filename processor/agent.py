@@ -373,7 +373,7 @@ class Agent:
         if isinstance(order, Refused):
             self._departure.refuse(order.reason)
         else:
-            self._departure.decide(ways_out.verdict_of(self._core.rank, order, stays=self._departure.process_stays))
+            self._departure.decide(ways_out.verdict_of(self._core.rank, order, healed=self._departure.healed))
         self._condition.notify_all()
         if not self._in_our_hands and not isinstance(order, Refused):
             threads.run(self._end_from_here, name="lastwords-end")
@@ -391,10 +391,9 @@ class Agent:
         """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""
         with self._condition:
             come_by_s = ways_out.come_by_s(self._departure.verdict, asked_to_stop=self._core.asked_to_stop)
-            come_by_s = 0.0 if self._departure.process_stays else come_by_s
             if ways_out.wait_out(lambda s: self._condition.wait_for(lambda: self._in_our_hands > 0, s), come_by_s):
                 return True
-        if not self._core.steps_done or self._departure.process_stays:
+        if not self._core.steps_done:
             return False
         self._hand_back()  # it may be writing the user's last files, or hang: that is for its user to end
         self._departure.announce(ends=False)

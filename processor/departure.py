@@ -1,10 +1,10 @@
 """How a trainer leaves when an incident is over: one line on stderr, a documented exit code, no hanging.
 
-If the training thread is in our hands (parked, or held in `__exit__`) it raises `SystemExit`, so that the
-user's `finally` blocks run; a bounded time later the process ends anyway. If it sits in the user's code or in
-a collective that will never return, nothing in Python can move it, and the process ends at once: everything
-worth keeping is on disk. `os._exit` is used because tearing down a communicator with work in flight can block
-for ever.
+Where a launcher begins again with new processes, this one ends at once. Else, if the training thread is in our hands
+(parked, or held in `__exit__`) it raises `SystemExit`, so that the user's `finally` blocks run; a bounded time later
+the process ends anyway. If it sits in the user's code or in a collective that will never return, nothing in Python can
+move it, and the process ends at once: everything worth keeping is on disk. `os._exit` is used because tearing down a
+communicator with work in flight can block for ever.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
+import io
 import logging
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lastwords import threads
@@ -39,6 +41,12 @@ UNWIND_S = 5.0
 """How long the user's `finally` blocks may take after an incident before the process ends regardless, unless they are
 writing files."""
 
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+"""The first ones write into the others."""
+
+USERS_S = 1.0
+"""How long what the user has given to `TFTRegister.on_leave` may take, in all."""
 
 FLUSH_S = 2.0
 """How long flushing may take at the end: a terminal or a log takes some milliseconds."""
@@ -104,8 +112,8 @@ def come_by_s(verdict: Verdict | None, *, asked_to_stop: bool) -> float:
     return COME_BY_S if soon else COME_BY_UNSAVED_S
 
 
-def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:
-    """Exit code and the one line for people, from the controller's last order. stays: this process trains on.
+def verdict_of(rank: int, order: Exit, *, healed: bool = False) -> Verdict:
+    """Exit code and the one line for people, from the controller's last order. healed: a launcher begins again.
 
     >>> o = Exit(1, 1, ExitKind.SAVED, 37, "/c/tft_saved_checkpoints-step_37", "rank 1 died", (1,))
     >>> verdict_of(2, o).code
@@ -115,11 +123,11 @@ def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:
     if order.kind is ExitKind.SAVED:
         line = (
             f"lastwords: rank {rank}: {order.reason}; a checkpoint of step {order.step} was saved in {order.path}; "
-            f"{'' if stays else 'start the job again: '}resume() loads this checkpoint, and "
+            f"{'' if healed else 'start the job again: '}resume() loads this checkpoint, and "
             f"training continues with step {order.step + 1}"
         )
         return Verdict(EXIT_SAVED, line, is_cause, order.step)
-    if stays and order.kind is ExitKind.NOTHING_TO_SAVE:
+    if healed and order.kind is ExitKind.NOTHING_TO_SAVE:
         return Verdict(EXIT_NOT_SAVED, "", is_cause)  # `lastwords run` says once where all go on
     what = "there was nothing new to save" if order.kind is ExitKind.NOTHING_TO_SAVE else "NOTHING WAS SAVED"
     line = f"lastwords: rank {rank}: {order.reason}; {what}"
@@ -129,21 +137,26 @@ def verdict_of(rank: int, order: Exit, *, stays: bool = False) -> Verdict:
 class Departure:
     """The decision to leave, made once, and the ways to carry it out. Methods may be called by any thread.
 
-    leave_main: where the process goes on after an incident (`lastwords run`), brings the training thread out of the
-    user's code; it is called, perhaps several times, in place of ending the process. last: called right before that.
+    last: called right before the process ends. healed: a launcher begins again with new processes, unless it has
+    `dismissed` this one, so nobody waits for this one's `finally` blocks; it is told the verdict by `tell`, once.
     """
 
     def __init__(
         self,
         rank: int,
         recorded: Callable[[], Exit | None] = lambda: None,
-        leave_main: Callable[[], None] | None = None,
         last: Callable[[], None] = lambda: None,
+        *,
+        healed: bool = False,
+        dismissed: Callable[[], bool] = lambda: False,
+        tell: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self.rank = rank
+        self._healed, self._dismissed = healed, dismissed
         self._recorded = recorded
-        self._leave_main = leave_main
         self._last = last
+        self._tell = tell
+        self._users: list[Callable[[], object]] = []
         self._verdict: Verdict | None = None
         self._refused: str | None = None
         self._lock = threading.Lock()
@@ -151,14 +164,18 @@ class Departure:
         self._exit_code: int | None = None
 
     @property
+    def healed(self) -> bool:
+        """A launcher begins again with new processes."""
+        return self._healed and not self._dismissed()
+
+    @property
     def decided(self) -> bool:
         """True once this process has to end."""
         return self._verdict is not None or self._refused is not None
 
-    @property
-    def process_stays(self) -> bool:
-        """Whether the incident ends only what runs in this process."""
-        return self._leave_main is not None
+    def on_leave(self, function: Callable[[], object]) -> None:
+        """Call it before the process is ended from here, after all files were flushed; `USERS_S` for all of them."""
+        self._users.append(function)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -168,10 +185,11 @@ class Departure:
     def decide(self, verdict: Verdict) -> bool:
         """Take the first verdict; later ones change nothing. True if this one was the first."""
         with self._lock:
-            if self._verdict is None:
-                self._verdict = verdict
-                return True
-            return False
+            if self._verdict is not None:
+                return False
+            self._verdict = verdict
+        self._tell(verdict)
+        return True
 
     def decide_alone(self, reason: str, then: Callable[[], None]) -> None:
         """The controller is gone; it may have ended the job while this rank was stopped. Returns at once.
@@ -189,7 +207,7 @@ class Departure:
         self.decide(
             Verdict.controller_lost(self.rank, reason)
             if order is None
-            else verdict_of(self.rank, order, stays=self.process_stays)
+            else verdict_of(self.rank, order, healed=self.healed)
         )
         then()
 
@@ -240,7 +258,7 @@ class Departure:
                 return
             self._announced = True
             code = self._verdict.code if self._exit_code is None else self._exit_code
-            line = f"{self._verdict.line}; exit code {code}" if ends else self._verdict.line
+            line = f"{self._verdict.line}; exit code {code}" if ends and not self.healed else self._verdict.line
         if not self._verdict.line:
             return
         say(line)
@@ -248,6 +266,8 @@ class Departure:
     def unwind(self) -> SystemExit:
         """Training thread: the exception to raise; arms the bound on how long unwinding may take."""
         assert self._verdict is not None
+        if self.healed:
+            self.end_now()
         self.end_within(UNWIND_S, self._verdict.code)
         self.announce(ends=self._exit_code is not None)
         return SystemExit(self._verdict.code if self._exit_code is None else self._exit_code)
@@ -257,8 +277,6 @@ class Departure:
 
         The first code that this or `end_now` is called with is the one.
         """
-        if self._leaves_main():
-            return
         with self._lock:
             if self._exit_code is not None:
                 return
@@ -270,7 +288,7 @@ class Departure:
                 hurry.set()
                 threading.Event().wait()  # the threads below end the process
 
-        if _end_later(code, hurry, seconds, self.announce, self._last):
+        if _end_later(code, hurry, seconds, self.announce, self._last, self._users):
             atexit.register(at_exit)
 
     def leave_to_user(self, error: BaseException, code: int) -> None:
@@ -291,34 +309,19 @@ class Departure:
                 threading.Event().wait()
             _end_from_c_after(UNWIND_S)
 
-        if _end_later(code, hurry, None, self.announce, self._last):
+        if _end_later(code, hurry, None, self.announce, self._last, self._users):
             atexit.register(at_exit)
 
     def end_now(self) -> None:
-        """Any thread: announce and end the process at once. Does not return, unless the process stays."""
-        if self._leave_main is not None:
-            self.announce(ends=False)
-        if self._leaves_main():
-            return
+        """Any thread: announce and end the process at once. Does not return."""
         with self._lock:
             if self._exit_code is None:
                 self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code
             code = self._exit_code
         hurry = threading.Event()
         hurry.set()
-        if _end_later(code, hurry, 0.0, self.announce, self._last):
+        if _end_later(code, hurry, 0.0, self.announce, self._last, self._users):
             threading.Event().wait()
-
-    def _leaves_main(self) -> bool:
-        """Whether the process stays; what cannot leave main ends, and is replaced."""
-        if self._leave_main is None:
-            return False
-        try:
-            self._leave_main()
-        except Exception:  # outermost for what ends the process: in the user's call it would take SystemExit's place
-            _log.exception("rank %d cannot leave main, and ends its process", self.rank)
-            return False
-        return True
 
 
 def wait_out(wait: Callable[[float | None], bool], seconds: float | None) -> bool:
@@ -345,6 +348,14 @@ def _bytes_written() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+def _flush_files() -> None:
+    """Whatever the script has opened and not closed, as at the end of the interpreter."""
+    found = [one for one in gc.get_objects() if type(one) in _BUFFERED]
+    for one in sorted(found, key=lambda one: _BUFFERED.index(type(one))):
+        with contextlib.suppress(OSError, ValueError):
+            one.flush()
+
+
 def _end_from_c_after(seconds: float) -> None:
     """End this process with 1 after `seconds` even if no Python runs any more; nothing if it has ended by then."""
     with contextlib.suppress(OSError, RuntimeError):
@@ -357,14 +368,15 @@ def _end_later(
     seconds: float | None,
     announce: Callable[[], None],
     last: Callable[[], None],
+    users: Sequence[Callable[[], object]],
 ) -> bool:
     """End this process, without running destructors, once `hurry` is set or `seconds` (None: never) have passed.
 
     What people may read is flushed, `FLUSH_S` at most: the reader of a pipe may have stopped, and another thread may
-    hold a lock of logging. Both threads are started now, since none can be once the interpreter shuts down. False, and
-    no end, if that is so already.
+    hold a lock of logging. Then come the `users`' own functions, for `USERS_S`. Both threads are started now, since
+    none can be once the interpreter shuts down. False, and no end, if that is so already.
     """
-    go, flushed = threading.Event(), threading.Event()
+    go, flushed, called = threading.Event(), threading.Event(), threading.Event()
 
     def flush() -> None:
         go.wait()
@@ -374,7 +386,14 @@ def _end_later(
                 stream.flush()
         with contextlib.suppress(OSError, ValueError):
             logging.shutdown()
+        _flush_files()
         flushed.set()
+        for function in users:
+            try:
+                function()
+            except Exception:  # outermost for the user's own code: the process ends in any case
+                _log.exception("what was to be done before this rank leaves has failed")
+        called.set()
 
     def end() -> None:
         try:
@@ -385,7 +404,8 @@ def _end_later(
                         child.kill()
             finally:
                 go.set()
-                flushed.wait(FLUSH_S)
+                if flushed.wait(FLUSH_S) and users:
+                    called.wait(USERS_S)
             last()
         finally:
             os._exit(code)

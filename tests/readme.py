@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +74,8 @@ def script(diff: str, *, added: bool = True) -> str:
 
 
 def healed_script(diff: str) -> str:
-    """The new side as docs/healing.md asks for it: within `main`, which resumes if there is something to resume."""
-    loop = script(diff).removeprefix(IMPORTS).replace("if args.is_recover", "if True")
-    main = textwrap.indent(loop.replace("tft.resume()", "tft.resume(missing_ok=True)"), "    ")
-    return f"{IMPORTS}import lastwords\ndef main():\n{main}\nif __name__ == '__main__':\n    lastwords.run(main)\n"
+    """The new side as docs/healing.md asks for it: each time it resumes if there is something to resume."""
+    return script(diff).replace("if args.is_recover", "if True").replace("tft.resume()", "tft.resume(missing_ok=True)")
 
 
 CONTAINED = """
@@ -120,9 +117,9 @@ class Ended:
 
 
 def trained(launcher: Sequence[str | Path], text: str, folder: Path, env: Mapping[str, str], *arguments: str) -> Ended:
-    """Run the script in the folder under a launcher like torchrun, with nobody killed unless it is the healed one."""
+    """Run the script in the folder under a launcher like torchrun; only under `lastwords run` its victim is killed."""
     (folder / "train.py").write_text(text)
-    if "lastwords.run" not in text:
+    if launcher[-1] != "run":
         (folder / "killed").touch()
     command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", "train.py", *arguments]
     done = run(command, folder, env)

@@ -84,7 +84,7 @@ def test_every_file_in_the_table_of_what_to_change_where_exists() -> None:
 
 def test_a_file_that_is_not_where_a_table_says_is_noticed() -> None:
     right = "| x | `liveness/` (sources), `controller/core.py`, `words.py`; `docs/adr/` |"
-    wrong = "| x | `controller/core.py`, `stay.py`, `launcher/stay.py`, `processor/none/` |"
+    wrong = "| x | `controller/core.py`, `stay.py`, `launcher/host.py`, `processor/none/` |"
     assert missing_files(f"{right}\n{wrong}") == [
         "stay.py: not in controller/",
         "processor/none/: not in processor/none/",
@@ -110,7 +110,7 @@ def test_every_command_that_exists_is_on_the_commands_page_and_parses() -> None:
     shown = set(re.findall(r"^lastwords ([a-z]+)( +PATH)?", COMMANDS, flags=re.MULTILINE))
     usage = build_parser().format_help()
     assert {command for command, _ in shown} == set(re.findall(r"^ {4}([a-z]+)\b", usage, flags=re.MULTILINE))
-    without_json = {("run", ""), ("scheduler", ""), ("top", "")}
+    without_json = {("run", ""), ("scheduler", ""), ("worker", ""), ("top", "")}
     of_two_paths = {("transform", ""), ("convert", ""), ("export", " PATH"), ("diff", ""), ("upload", " PATH")}
     for command, path in shown - without_json - of_two_paths:
         needed = {"prune": ["--keep", "5"], "controller": ["--recover", "somewhere"]}.get(command, [])

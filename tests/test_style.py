@@ -44,7 +44,7 @@ MAY_READ_WALL_TIME = (
     "controller/server.py",
     "controller/state_file.py",
     "controller/timeline.py",
-    "launcher/agent.py",
+    "launcher/host.py",
     "liveness/leftovers.py",
 )
 """A wall clock jumps. What one does to each of these is shown in tests/test_wall_clock.py."""

@@ -8,7 +8,7 @@ lists the modules that read the other one. What each of them does after a jump:
     controller/handover.py                a controller that runs keeps its file
     controller/server.py, timeline.py     incidents have both clocks, the wall clock for people
     controller/state_file.py              a sign of life is another time, not a later one
-    launcher/agent.py                     a launcher that runs keeps its socket
+    launcher/host.py                      a launcher that runs keeps its socket
     liveness/leftovers.py                 a job with a living rank keeps its files
     cli/retention_commands.py             only shows ages
 """
@@ -31,7 +31,7 @@ from lastwords.checkpoint.manifest import read_manifest
 from lastwords.checkpoint.retention import Rules, prune
 from lastwords.controller import handover, state_file
 from lastwords.controller.spec import ControllerSpec
-from lastwords.launcher.agent import remove_abandoned
+from lastwords.launcher.host import remove_abandoned
 from lastwords.liveness import paths
 from lastwords.liveness.leftovers import remove_dead_job_dirs
 from lastwords.liveness.robust_mutex import LifeLine
@@ -55,7 +55,7 @@ def jumped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """What is read now is off by an hour, compared with what was read before."""
     wall_ns = clock.wall_ns
     monkeypatch.setattr(clock, "wall_ns", lambda: wall_ns() + request.param * 10**9)
-    monkeypatch.setattr("lastwords.launcher.agent.wall_ns", clock.wall_ns)
+    monkeypatch.setattr("lastwords.launcher.host.wall_ns", clock.wall_ns)
 
 
 class BackwardsError(AssertionError):

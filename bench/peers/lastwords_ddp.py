@@ -27,4 +27,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    lastwords.run(main)
+    main()

@@ -60,9 +60,9 @@ def torchrun(*arguments: str, environment: dict[str, str] | None = None) -> list
     return [Command([str(BIN / "torchrun"), *flags, *arguments], OWN_STORE if environment is None else environment)]
 
 
-def lastwords_run(spares: int) -> list[Command]:
+def lastwords_run() -> list[Command]:
     """`lastwords run` takes torchrun's flags."""
-    flags = ["--standalone", "--nproc-per-node", str(RANKS), "--spares", str(spares)]
+    flags = ["--standalone", "--nproc-per-node", str(RANKS)]
     return [Command([str(BIN / "lastwords"), "run", *flags, *module("lastwords_ddp")], {})]
 
 
@@ -120,10 +120,7 @@ DLROVER_FILES = "checkpoints/*/*.pt"
 DCP_FILES = "checkpoints/*/.metadata"
 
 SYSTEMS = (
-    System(
-        "lastwords run --spares 1", "defaults, one spare", lambda: lastwords_run(1), LASTWORDS_FILES, kills_per_run=1
-    ),
-    System("lastwords run", "defaults, no spare", lambda: lastwords_run(0), LASTWORDS_FILES),
+    System("lastwords run", "defaults", lastwords_run, LASTWORDS_FILES),
     System(
         "lastwords, torchrun",
         "--max-restarts 5, else defaults",

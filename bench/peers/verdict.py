@@ -51,7 +51,7 @@ def verdict(
     killed_at_step = max(update.step for update in updates if update.mono_ns <= killed_mono_ns)
     old = {
         update.pid for update in updates if update.mono_ns <= killed_mono_ns and update.step >= killed_at_step - 1
-    }  # a spare may have taken part in the first steps
+    }  # a reserve may have taken part in the first steps
     full = first_of(updates, killed_mono_ns, victim_pid, RANKS)
     fewer = first_of(updates, killed_mono_ns, victim_pid, RANKS - 1)
     new = [

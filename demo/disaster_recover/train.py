@@ -1,4 +1,4 @@
-"""A small network trains under DDP, in processes that may be killed and started again one by one: run.sh, recover.sh.
+"""A small network trains under DDP, by workers that may be killed and started again one by one: run.sh, recover.sh.
 
 The same script under torchrun is the run that nobody disturbs:
 torchrun --standalone --nproc-per-node 8 -m demo.disaster_recover.train --step-log undisturbed

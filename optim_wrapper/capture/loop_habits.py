@@ -59,13 +59,20 @@ class LoopHabits:
     def __init__(self, say: Callable[[], None]) -> None:
         self.early_reasons: list[str] = []
         self.names_go_back = False
+        self.data = ""
         self.passes = BackwardPasses()
         self._say = say
 
     def learn(self, habits: Habits) -> None:
         """Those of the run that is resumed."""
         self.early_reasons, self.names_go_back = [*habits.early_reasons], habits.names_go_back
-        self.passes = BackwardPasses(habits.passes)
+        self.passes, self.data = BackwardPasses(habits.passes), habits.data
+
+    def iterates_over(self, data: str) -> bool:
+        """The loader's digest (see `data_digest`). False if the run that is resumed had another one."""
+        before, self.data = self.data, data
+        self._say()
+        return not (before and data) or before == data
 
     def moves_after_the_end(self, reason: str) -> None:
         """Something moves between an early end of a step and the next one."""

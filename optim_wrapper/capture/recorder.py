@@ -505,6 +505,7 @@ class StepRecorder:
             names_go_back=loop.names_go_back,
             passes=loop.passes.usual,
             constants=self._constants or {},
+            data=loop.data,
         )
         facts = {"reasons": [brief(one) for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())

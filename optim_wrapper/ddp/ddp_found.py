@@ -17,7 +17,6 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.live_objects import live_instances
 from lastwords.optim_wrapper.ddp.ddp_private import one_layer_off
 
 _M = TypeVar("_M", bound=torch.nn.Module)
@@ -154,9 +153,14 @@ def _has_more(module: torch.nn.Module, model: torch.nn.Module, parameters: froze
 
 
 def _made(kind: type[_M]) -> list[_M]:
-    """Living modules whose constructors have come so far; no `__getattr__` of theirs is asked."""
+    """Living modules whose constructors have come so far; no `__getattr__` of theirs is asked.
+
+    Those that `gc.freeze()` has set aside, too. They are not set aside again: that would be whatever lives by then.
+    """
     gc.unfreeze()
-    return [one for one in live_instances(kind) if "_modules" in object.__getattribute__(one, "__dict__")]
+    # By type(): isinstance() would ask objects of all libraries for their __class__, and proxies answer with effects.
+    found = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    return [one for one in found if "_modules" in object.__getattribute__(one, "__dict__")]
 
 
 def _note(ddp: DistributedDataParallel) -> None:

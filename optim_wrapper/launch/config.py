@@ -18,6 +18,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.remote.address import address_of
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.launch.reporter import LAUNCHER
 from lastwords.processor.core import ProcessorOptions
 
 DataMode = Literal["refetch", "skip"]
@@ -134,10 +135,6 @@ class Config:
         return dataclasses.replace(self, processor=dataclasses.replace(self.processor, has_copy=True))
 
 
-LAUNCHER, SPARE = "LASTWORDS_LAUNCHER", "LASTWORDS_SPARE"
-"""Set by `lastwords run`, taken away by `lastwords.run(main)`: where it listens, and 1 in a process without a rank."""
-
-
 def variables() -> list[str]:
     """Every environment variable that is read here, sorted; each is named like the setting that it sets.
 
@@ -152,12 +149,7 @@ def variables() -> list[str]:
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     """A misspelt setting would be ignored without a word. Said by one rank of each host, whose environment it is."""
-    if LAUNCHER in environ and environ.get("LOCAL_RANK", "0") == "0":
-        _log.warning(
-            "this process was started by `lastwords run`, but its script does not call lastwords.run(main): a failure "
-            "ends the job, as under torchrun; see docs/healing.md"
-        )
-    known = [*variables(), LAUNCHER, SPARE]
+    known = [*variables(), LAUNCHER]
     unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
     for name in unknown if environ.get("LOCAL_RANK", "0") == "0" else ():
         # Without the prefix, or whatever has it would be near to something.

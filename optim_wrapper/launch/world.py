@@ -138,12 +138,6 @@ def tells_the_others(constructor: _Constructor) -> _Constructor:
     return cast(_Constructor, telling)
 
 
-def begin_again() -> None:
-    """This process registers as a new one would, under the restart count that it has now."""
-    global _agreements
-    _agreements = 0
-
-
 def next_prefix() -> str:
     """Store prefix of this process's next registration: every rank counts alike.
 

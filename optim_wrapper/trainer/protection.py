@@ -7,6 +7,7 @@ what has to go in.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -20,30 +21,31 @@ import torch.distributed as dist
 from lastwords import descriptors, threads
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Claimed
+from lastwords.controller import launch as controller_launch
 from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.timeline import recorded_exit
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import leftovers, paths
-from lastwords.liveness.process_id import this_process
+from lastwords.liveness.process_id import host_id, start_ticks, this_process
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.launch import startup
 from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.reporter import Reporter, reporter
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.optim_wrapper.launch.world import World
-from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.hold import exit_code_of
 from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
-from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, THREADS, UNWIND_S, Departure
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, THREADS, UNWIND_S, Departure, Verdict, say
 from lastwords.processor.ring import HostRing, living_before
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
 from lastwords.processor.silence import Silence
 from lastwords.transport import host_port, start_of
-from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello
+from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, ProcessId
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +67,15 @@ class Protection:
         self._units = units
         self._shared = shared
         self._agreement: startup.Agreement | None = None
-        self._leaver = reentry.leaver()
-        leave_main = None if self._leaver is None else self._leave_main
-        self._departure = Departure(world.rank, self._recorded_exit, leave_main, self._leave_controller)
+        self._launcher = reporter()
+        self._departure = Departure(
+            world.rank,
+            self._recorded_exit,
+            self._leave_controller,
+            healed=self._launcher is not None,
+            dismissed=lambda: self._launcher is not None and self._launcher.dismissed,
+            tell=self._tell_verdict,
+        )
         self._agent: Agent | None = None
         self._session: Session | None = None
         self._life: LifeLine | None = None
@@ -87,6 +95,8 @@ class Protection:
         Raises a LastWordsError with what to do; nothing stays then.
         """
         refuse_watchdog()
+        if self._launcher is not None:
+            controller_launch.use_waiting(self._launcher.controller)
         self._agreement = agreement = startup.agree(self._world, self._config, settings, checkpoint_bytes)
         try:
             self._start(agreement)
@@ -96,9 +106,8 @@ class Protection:
 
     def _start(self, agreement: startup.Agreement) -> None:
         config, rank = self._config, self._world.rank
-        if not self._departure.process_stays:  # otherwise the worker has done it
-            threads.reserve(THREADS)
-            self._reserved = True
+        threads.reserve(THREADS)
+        self._reserved = True
         paths.make_job_dir(agreement.job, agreement.generation, agreement.nonce)
         try:
             self._life = LifeLine.create(paths.life_path(agreement.job, agreement.generation, rank, agreement.nonce))
@@ -123,14 +132,7 @@ class Protection:
             forsake_copies=source.forsake_copies,
         )
         self._asked_to_stop = lambda: core.asked_to_stop
-        leaver = self._leaver
-
-        def on_signal(number: int) -> None:
-            if leaver is not None:
-                leaver.asked_to_stop(number)
-            agent.on_signal(number)
-
-        signals = self._signals = SignalGuard(on_signal, on_ask=agent.want_save)
+        signals = self._signals = SignalGuard(agent.on_signal, on_ask=agent.want_save)
         signals.install()
         address = host_port(config.ctrl_ip, agreement.port)
         session = self._session = Session(
@@ -181,8 +183,9 @@ class Protection:
             lambda: self._session is not None and self._session.up,
         )
         self._watch.start()
-        if state_path.exists() and (leaver := reentry.leaver()) is not None:
-            leaver.controlled(state_path)
+        if self._launcher is not None:
+            self._launcher.guarded(state_path if state_path.exists() else None)
+            self._watch_launcher(self._launcher)
         if self._ring.is_first:
             leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
 
@@ -195,7 +198,7 @@ class Protection:
         if self.closed:
             return
         self._closed = True
-        if self._signals is not None and (self._departure.verdict is None or self._departure.process_stays):
+        if self._signals is not None and self._departure.verdict is None:
             self._signals.uninstall()
         if self._watch is not None:
             self._watch.leave()
@@ -204,8 +207,7 @@ class Protection:
             self._ring.stop()
         if self._agent is not None:
             self._agent.close()
-            if not self._departure.process_stays:
-                descriptors.give_back()
+            descriptors.give_back()
         if self._life is not None:
             self._life.release()
         if self._reserved and not self._departure.decided:
@@ -235,6 +237,10 @@ class Protection:
         """The guard of this process's signals; exists once started."""
         assert self._signals is not None
         return self._signals
+
+    def on_leave(self, function: Callable[[], object]) -> None:
+        """Call it before lastwords ends this process."""
+        self._departure.on_leave(function)
 
     @property
     def leaving(self) -> bool:
@@ -271,10 +277,22 @@ class Protection:
 
     # ------------------------------------------------------------------ the end
 
-    def _leave_main(self) -> None:
-        assert self._leaver is not None
-        verdict = self._departure.verdict
-        self._leaver.leave(0 if verdict is None else verdict.step, (self.agreement.port,), self._record)
+    def _tell_verdict(self, verdict: Verdict) -> None:
+        if self._launcher is not None:
+            self._launcher.left(verdict.step, self._record)
+
+    def _watch_launcher(self, launcher: Reporter) -> None:
+        if (pid := launcher.launcher_pid) is None:
+            return
+
+        def ended() -> None:
+            if not (self.closed or self._departure.decided or launcher.dismissed):
+                say(f"lastwords: rank {self._world.rank}: the launcher has ended; a failure now ends all ranks")
+
+        assert self._ring is not None
+        process = ProcessId(host_id(), pid, start_ticks(pid) or 0, nonce="")
+        with contextlib.suppress(UnavailableError):
+            self._ring.when_ended(process, ended)
 
     def _leave_controller(self) -> None:
         if self._watch is not None:

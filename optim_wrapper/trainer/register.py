@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -117,6 +117,8 @@ class TFTRegister:
         self._entered = False
         self._run: Run | None = None
         self._resumes = 0
+        self._asks = False
+        self._on_leave: list[Callable[[], object]] = []
 
     # ------------------------------------------------------------------ life
 
@@ -149,6 +151,9 @@ class TFTRegister:
             optimizers=self._optimizers,
             declared=self._declared,
         )
+        self._run.resumes = self._asks
+        for function in self._on_leave:
+            self._run.on_leave(function)
 
     def stop(self) -> None:
         """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
@@ -196,7 +201,24 @@ class TFTRegister:
 
         Unlike TORCHELASTIC_RESTART_COUNT, which each node counts for itself. Known once started.
         """
-        return restart_count() > 0 if self._run is None else self._run.restarted
+        self._asks = True
+        if self._run is None:
+            return restart_count() > 0
+        self._run.resumes = True
+        return self._run.restarted
+
+    def on_leave(self, function: Callable[[], object]) -> None:
+        """Before lastwords ends this process after an incident, call `function`, in another thread, for 1 s at most.
+
+        For what has to be told that this process ends: a tracker of experiments, a socket. Files are flushed before.
+        Several functions are called in turn. None is called where the process ends by itself: after the end of the
+        loop, or where the script has handled its own exception.
+        """
+        if not callable(function):
+            raise ConfigError(f"tft.on_leave(function) takes a function without arguments, not {function!r:.80}")
+        self._on_leave.append(function)
+        if self._run is not None:
+            self._run.on_leave(function)
 
     def resume(self, missing_ok: bool | None = None) -> ResumePoint | None:
         """Go on from the newest complete checkpoint below ckpt_save_path; call it before the loop, on all ranks.
@@ -214,6 +236,7 @@ class TFTRegister:
         if not self._enabled:
             self._recorder.agree_units(run.world, next_prefix(), self._declared)
         self._resumes += 1
+        run.resumes = True
         resumed = resume_from(
             self._config.sources,
             run.world,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.launch import forks
 from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.reporter import Reporter, reporter
 from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count
 from lastwords.optim_wrapper.loop import own_loop
+from lastwords.optim_wrapper.loop.data_digest import data_digest
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
-from lastwords.optim_wrapper.trainer import reentry
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, is_loader_error, one_line
 from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
@@ -43,8 +45,14 @@ SPOILT_S = 10.0
 """How much later than this one other ranks may come to the end of a step that is refused, before an incident begins.
 
 One that has not come by then could save it. Longer than a log or an evaluation takes that one rank alone makes; shorter
-than a rank is waited for that has to leave `main`.
+than a launcher waits for the end of a rank.
 """
+
+
+OTHER_DATA = (
+    "the loader iterates over other samples than in the saved run: a split was drawn anew, say; draw it with a "
+    "generator that is seeded before"
+)
 
 
 class Run:
@@ -58,6 +66,8 @@ class Run:
         """What its arithmetic depends on, which a resume compares with its own."""
         self.resumed: Resumed | None = None
         """What it was resumed from."""
+        self.resumes = False
+        """The script has called `resume()`, or asked whether it should."""
         self._missing: list[str] = []
         """Of a resumed loop of one's own: what only the loop can have made."""
         self._unnamed_since: Resumed | None = None
@@ -87,6 +97,9 @@ class Run:
         """Whether an incident ends this process."""
         return False
 
+    def on_leave(self, function: Callable[[], object]) -> None:
+        """Call it before an incident ends this process."""
+
     @property
     def start_step(self) -> int:
         """The global step after which training goes on."""
@@ -107,6 +120,9 @@ class Run:
         self.begun, resumed = True, self.resumed
         self.recorder.ledger.tell(*self.buckets.reasons)
         self.recorder.attributes.know(loader)
+        same = self.recorder.loop.iterates_over(data_digest(loader))
+        if resumed is not None and resumed.data.world_size == self.world.size and not same:
+            self.recorder.ledger.tell(OTHER_DATA)
         self._open_box()
         self.recorder.begin(
             self.start_step,
@@ -244,7 +260,7 @@ class ProtectedRun(Run):
         super().__init__(world, recorder, buckets, facts)
         self._options = options
         self._optimizers = optimizers
-        self._on_first_end: reentry.Leaver | None = None
+        self._on_first_end: Reporter | None = None
         self._verify_every = recorder.watch.verify_every = options.verify_every
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
         self._excepthook = ExceptHook(self.hold)
@@ -267,8 +283,6 @@ class ProtectedRun(Run):
             raise
         self._excepthook.install()
         forks.watch(self)
-        if (leaver := reentry.leaver()) is not None:
-            leaver.started(self)
 
     @property
     def agreement(self) -> Agreement:
@@ -285,19 +299,41 @@ class ProtectedRun(Run):
         """Whether an incident ends this process."""
         return self.protection.leaving
 
+    def on_leave(self, function: Callable[[], object]) -> None:
+        """Call it before an incident ends this process."""
+        self.protection.on_leave(function)
+
     # ------------------------------------------------------------------ the loop
 
     def _open_box(self) -> None:
         self.recorder.open_box(self.protection.use_box, at_gate=self._layout.gate is not None)
+
+    def _refuse_to_begin_before(self, saved: int) -> None:
+        """Of a job that begins again after a failure. ConfigError if it would not go on from what was saved then."""
+        if self.start_step >= saved:
+            return
+        again = f"all ranks were started again after a failure, and step {saved} is saved, but "
+        shared = "the checkpoint directory has to be on a file system that all hosts share"
+        if self.protection.newest_step() < saved:
+            raise ConfigError(
+                f"{again}its checkpoint cannot be read on host {socket.gethostname()}, so the training loop would "
+                f"begin after step {self.start_step}: {shared}"
+            )
+        raise ConfigError(
+            f"{again}its training loop begins after step {self.start_step}: call tft.resume(missing_ok=True) before "
+            f"the loop, every time; if it was called, another host does not see that checkpoint: {shared}"
+        )
 
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
         self.recorder.attributes.loop_begins()
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
-        if (leaver := reentry.leaver()) is not None:
-            leaver.begun(self.start_step, "" if self.resumed is None else first_of(self.resumed.reasons))
-        self._on_first_end = leaver
+        self._on_first_end = launcher = reporter()
+        if launcher is not None:
+            self._refuse_to_begin_before(launcher.goes_on_at)
+            inexact = "" if self.resumed is None else first_of(self.resumed.reasons)
+            launcher.begun(self.start_step, inexact, resumes=self.resumes)
 
     def _spoil(self, why: str) -> None:
         """The step under way should not have been: no rank's state of it is saved, so wait for the others' word."""
@@ -353,8 +389,8 @@ class ProtectedRun(Run):
             self.protection.agent.left()
         finally:
             self.close()
-        if (leaver := reentry.leaver()) is not None and not self.protection.leaving:
-            leaver.over()
+        if (launcher := reporter()) is not None and not self.protection.leaving:
+            launcher.over()
 
     def hold(self, error: BaseException) -> None:
         """An exception leaves the loop: wait until the incident is over, then let the right one through.
@@ -371,10 +407,6 @@ class ProtectedRun(Run):
         self.close()
         if not isinstance(error, SystemExit) or not protection.leaving_by(error):
             protection.depart(own, error)
-
-    def newest_step(self) -> int:
-        """Of the newest checkpoint of this job, periodic ones included; 0 if there is none that can be read."""
-        return self.protection.newest_step()
 
     def leave_to_parent(self) -> None:
         """In a forked child, which answers for nobody (see `forks`): from here on it is a run that is not protected."""

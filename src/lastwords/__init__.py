@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lastwords.integrations.dcp import LastWordsReader
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
-    from lastwords.launcher.worker import keep, run
+    from lastwords.launcher.worker import run
     from lastwords.optim_wrapper.resume.resume_point import ResumePoint, peek
     from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
     from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
@@ -82,7 +82,6 @@ __all__ = [
     "WrongTypeError",
     "__version__",
     "get_ckpt_path_with_strategy",
-    "keep",
     "load_for_inference",
     "merge_pipeline_strategys",
     "peek",
@@ -110,7 +109,6 @@ _WHERE = {
     "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
-    "keep": "lastwords.launcher.worker",
     "run": "lastwords.launcher.worker",
     "merge_pipeline_strategys": "lastwords.checkpoint.reshard.strategy",
     "rank_list_for_transform": "lastwords.checkpoint.reshard.strategy_needs",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -52,16 +51,6 @@ class OwnTime:
         """When to look at the clock next, waiting for `at_s` of own time."""
         at_mono_s = at_s + self._left_out_s + (1e-6 if self._left_out_s else 0.0)  # never before it, by rounding
         return at_mono_s if self._seen_mono_s is None else min(at_mono_s, self._seen_mono_s + self.LOOK_INTERVAL_S)
-
-
-def within_own_time(event: threading.Event, seconds: float | None) -> bool:
-    """`event.wait(seconds)` in own time: whoever was stopped and goes on has what was left."""
-    own = OwnTime()
-    begun_s = own.at(mono_s())
-    while not event.wait(OwnTime.LOOK_INTERVAL_S):
-        if seconds is not None and own.at(mono_s()) - begun_s >= seconds:
-            return False
-    return True
 
 
 def wall_ns() -> int:

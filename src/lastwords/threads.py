@@ -53,7 +53,7 @@ def start(target: Callable[..., object], *args: object, name: str) -> threading.
 
 
 def start_patiently(target: Callable[..., object], *args: object, name: str) -> threading.Thread:
-    """As `start`, after pauses of 8 s at most. For the start of a job, or of a stay in it."""
+    """As `start`, after pauses of 8 s at most. For the start of a job."""
     for pause_s in _PAUSES_S:
         try:
             return start(target, *args, name=name)

@@ -8,7 +8,6 @@ A test looks for every use in the source, and for every name in the installed to
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +22,8 @@ __all__ = [
     "NAMES",
     "NormBase",
     "Store",
-    "abort_process_groups",
     "default_store",
     "foreach_copy",
-    "forget_groups",
     "global_step_hooks",
     "has_state_dict_hooks",
     "non_persistent",
@@ -71,8 +68,6 @@ NAMES = {
     "torch.optim.lr_scheduler.SequentialLR._schedulers": "the same of the schedulers in it",
     # the rest
     "torch.distributed.distributed_c10d._get_default_store": "the job's store; without: ConfigError",
-    "torch.distributed.distributed_c10d._abort_process_group": "ends NCCL's collectives; without: they stay",
-    "torch.distributed.distributed_c10d._world": "how many groups were named; without: as of those that were made",
     "torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter": "skips batches unread; without: reads them",
     "torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded": "the same",
     "torch.distributed.checkpoint._nested_dict.flatten_state_dict": "the names of DCP; needed by lastwords.dcp alone",
@@ -83,20 +78,6 @@ NormBase: type[torch.nn.Module] = batchnorm._NormBase
 
 default_store: Callable[[], Any] | None = getattr(distributed_c10d, "_get_default_store", None)
 """The store that `init_process_group` made."""
-
-abort_process_groups: Callable[[], Any] | None = getattr(distributed_c10d, "_abort_process_group", None)
-"""Ends the collectives of all groups of this process, and the groups; gloo's collectives go on."""
-
-
-def forget_groups() -> None:
-    """No group is there: the next ones get the names that a new process gives them.
-
-    torch begins to count again where groups are destroyed, but not where the first one could not be made. Ranks whose
-    counts differ look for each other under different names in the store.
-    """
-    with contextlib.suppress(AttributeError):
-        distributed_c10d._world.group_count = 0
-
 
 global_step_hooks: tuple[dict[int, Any], dict[int, Any]] = (
     getattr(torch_optimizer, "_global_optimizer_pre_hooks", {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -35,8 +34,7 @@ def test_the_demo_kills_two_ranks_in_turn_and_its_verdict_depends_on_every_bit_a
     assert len({one.dead_rank for one in recoveries}) == KILLS
     assert difference(whole, healed, recoveries) is None
     (survivor,) = whole.keys() - {one.dead_rank for one in recoveries}
-    wrong = [dataclasses.replace(recoveries[0], dead_rank=survivor), recoveries[1]]
-    assert difference(whole, healed, wrong) is not None, "who was killed must have been replaced, and nobody else"
+    assert difference(whole, healed, recoveries[:1]) is not None, "each recovery has a process of its own for each rank"
     log = healed / f"rank_{survivor}.jsonl"
     log.write_text("".join(map(changed, log.read_text(encoding="utf-8").splitlines(keepends=True))))
     assert difference(whole, healed, recoveries) is not None

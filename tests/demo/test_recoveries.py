@@ -38,11 +38,11 @@ def test_what_each_rank_did_after_the_kill(tmp_path: Path) -> None:
     write(tmp_path, SAVED, RECOVERED)
     (found,) = read_recoveries(tmp_path, [10.0], 3)
     assert (found.step, found.dead_rank) == (7, 1)
-    times = (found.saved_s, found.replaced_s, found.entered_s, found.trains_s)
-    assert times == pytest.approx((0.3, 0.6, 0.7, 3.0))
-    begins = {(bar.rank, bar.what): bar.begin_s for bar in found.bars if bar.what in ("dead", "parked")}
+    times = (found.saved_s, found.entered_s, found.trains_s)
+    assert times == pytest.approx((0.3, 0.7, 3.0))
+    begins = {(bar.rank, bar.what): bar.begin_s for bar in found.bars if bar.what in ("dead", "saves")}
     # Rank 2 was decided upon without its word.
-    assert begins == pytest.approx({(0, "parked"): 0.1, (1, "dead"): 0.0, (2, "parked"): 0.2})
+    assert begins == pytest.approx({(0, "saves"): 0.1, (1, "dead"): 0.0, (2, "saves"): 0.2})
 
 
 def test_a_kill_without_a_recovery_is_an_error(tmp_path: Path) -> None:

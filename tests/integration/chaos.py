@@ -184,7 +184,7 @@ def live(rig: Rig, story: Story) -> Counter[str]:
 def live_healed(rig: Rig, story: Story) -> Counter[str]:
     """The same, but nobody starts again: each blow comes in the generation after the one before."""
     faults = [dataclasses.replace(fault, restart=number) for number, blow in enumerate(story.blows) for fault in blow]
-    launch, difference = rig.healed(story.layout, faults, spares=len(story.blows) % 2)
+    launch, difference = rig.healed(story.layout, faults)
     happened = Counter({"recoveries": sum(one["outcome"] == "RECOVERED" for one in launch.incidents())})
     happened["killed after the loop"] += launch.codes != {-1: 0}
     resumes = [one for records in launch.track.records for one in records if one["kind"] == "resumed"]

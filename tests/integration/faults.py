@@ -29,9 +29,6 @@ Actions, carried out in order:
     hang_controller   its event loop does nothing any more, its other threads go on (see `hanging`)
     wake_controller   SIGCONT of the one that was stopped
     await_controller  wait until another one serves than the one that was killed, or stopped, here
-    await_spare:NAME  wait until the launcher has a spare that is ready; the mark NAME says which process it is
-    kill_spare      kill -9 of that spare
-    stop_spare      SIGSTOP of that spare
     pause:WHO,A,B   in A seconds, SIGSTOP for B seconds; WHO is "self" or "controller"
     trouble:A,B     in A seconds, the file system is ill for B seconds (see trouble.py)
     term            SIGTERM to this process
@@ -59,18 +56,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lastwords.optim_wrapper.launch.config import SPARE
 from tests.integration import trouble
 from tests.integration.plan import Fault, Plan
-from tests.integration.programs import SPARE_NAME
-from tests.integration.zygote import processes
 
 AWAIT_S = 60.0
 """Longest wait for another rank's mark; a test that gets here is broken, and exits with AWAIT_CODE."""
 FOREVER_S = 3600
 AWAIT_CODE = 99
-ASLEEP_LOOKS, ASLEEP_PAUSE_S = 20, 0.025
-"""A process that is ready sleeps each time; one that imports waits for the processor or for a file."""
 
 
 class InjectedError(Exception):
@@ -87,34 +79,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does; X where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
 def is_gone(pid: int) -> bool:
     """Whether a process is dead, collected by its parent or not."""
-    return process_state(pid) in "ZX"
-
-
-def spares_of(launcher: int) -> list[int]:
-    """Processes that `lastwords run` has started without a rank; some of them may have got one since."""
-    found = []
-    for pid, (parent, _) in processes().items():
-        with contextlib.suppress(OSError):
-            if parent == launcher and is_spare(pid):
-                found.append(pid)
-    return found
-
-
-def is_spare(pid: int) -> bool:
-    """Whether this process was started without a rank."""
-    if Path(f"/proc/{pid}/comm").read_text() == f"{SPARE_NAME}\n":
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
         return True
-    return f"{SPARE}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def controller_state(port: int) -> tuple[int, Path]:
@@ -210,7 +180,7 @@ class Faults:
         self._directory = Path(plan.directory)
         self._checkpoints = Path(plan.checkpoints)
         self._port = plan.ctrl_port
-        self._killed_controller = self._spare = 0
+        self._killed_controller = 0
         self._taken: list[bytearray] = []
         restart = restart_count()
         self._armed: dict[tuple[str, int], list[Fault]] = {}
@@ -265,14 +235,6 @@ class Faults:
                 os.kill(self._killed_controller, signal.SIGCONT)
         elif verb == "await_controller":
             wait_until(self._another_controller_serves, "another controller")
-        elif verb == "await_spare":
-            wait_until(self._spare_sleeps, "a spare that is ready")
-            self._mark_path(value).write_text(str(self._spare))
-        elif verb == "kill_spare":
-            os.kill(self._spare, signal.SIGKILL)
-        elif verb == "stop_spare":
-            os.kill(self._spare, signal.SIGSTOP)
-            wait_until(lambda: process_state(self._spare) == "T", "the stop of the spare")
         elif verb == "raise":
             raise RuntimeError(value) if value else InjectedError(f"injected on rank {self.rank} at step {self.step}")
         elif verb == "exit":
@@ -329,18 +291,6 @@ class Faults:
     def _shared_memory(self) -> set[Path]:
         said = self._directory.joinpath(f"rank_{self.rank}.shm").read_text()
         return {Path(line).parent for line in said.splitlines()}
-
-    def _spare_sleeps(self) -> bool:
-        """One sleeps all the time that is looked at it: it has imported the script, and waits for a rank."""
-        self._spare = next((pid for pid in spares_of(os.getppid()) if not self._is_rank(pid)), 0)
-        for _ in range(ASLEEP_LOOKS):
-            if not self._spare or process_state(self._spare) != "S":
-                return False
-            time.sleep(ASLEEP_PAUSE_S)
-        return True
-
-    def _is_rank(self, pid: int) -> bool:
-        return any(path.read_text() == f"{pid}\n" for path in self._directory.glob("rank_*.pid"))
 
     def _another_controller_serves(self) -> bool:
         pid, _ = controller_state(self._port)

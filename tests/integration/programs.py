@@ -23,15 +23,10 @@ import threading
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from lastwords.optim_wrapper.launch.config import SPARE
 
 MESSAGE_BYTES_MAX = 256 * 1024
 OURS = "tests."
-SPARE_NAME = "forked spare"
-"""What the kernel calls it: /proc/PID/environ stays that of the process which began by exec."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -114,8 +109,6 @@ def _begin(request: Mapping[str, Any], fds: list[int]) -> Program:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    if SPARE in os.environ:
-        Path("/proc/self/comm").write_text(SPARE_NAME)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)

@@ -26,7 +26,7 @@ MODULE = "tests.integration.training"
 PARALLEL_MODULE = "tests.integration.parallel_training"
 RUN_TIMEOUT_S = 90.0
 HEALED_TIMEOUT_S = 400.0
-"""Each replacement imports torch, which takes half a minute where other tests run beside it."""
+"""The fork server imports torch, which takes half a minute where other tests run beside it."""
 
 GONE_TIMEOUT_S = 20.0
 EXIT_SAVED = 75
@@ -155,10 +155,9 @@ class Rig:
         port: Port | None = None,
         env: Mapping[str, str] | None = None,
         ignored: Sequence[int] = (),
-        by_exec: bool = False,
         **settings: Any,
     ) -> Launch:
-        """Start the training script; `settings` are fields of Plan, `ignored` and `by_exec` as of `Cluster.start`."""
+        """Start the training script; `settings` are fields of Plan, `ignored` as of `Cluster.start`."""
         self._count += 1
         directory = self.directory / f"launch_{self._count}"
         port = port or Port()
@@ -185,7 +184,6 @@ class Rig:
             watched=[saved],
             ports=[port],
             ignored=ignored,
-            by_exec=by_exec,
         )
         launch = Launch(job, plan, directory, before, (env or {}).get("LASTWORDS_JOB", ""))
         self.launches.append(launch)
@@ -345,12 +343,9 @@ class Rig:
             self.check_inexact_resume(killed, step)
         return step
 
-    def heal(self, layout: Layout, kill: Kill | ShardedKill, *, spares: int = 0, **settings: Any) -> Launch:
-        """Kill under `lastwords run`: the ranks that were killed are replaced, and every bit is as if nobody had died.
-
-        Where nothing could be saved the run begins again, in the processes that are left.
-        """
-        launch, difference = self.healed(layout, kill.faults(layout), spares=spares, **settings)
+    def heal(self, layout: Layout, kill: Kill | ShardedKill, **settings: Any) -> Launch:
+        """Kill under `lastwords run`: all ranks are started again, and every bit is as if nobody had died."""
+        launch, difference = self.healed(layout, kill.faults(layout), **settings)
         for rank in range(layout.world_size):
             record = launch.track.one(rank, "resumed")
             if record is not None and not record["exact"]:
@@ -364,7 +359,6 @@ class Rig:
         layout: Layout,
         faults: Sequence[Fault],
         *,
-        spares: int = 0,
         launcher: str = "healing",
         meanwhile: Callable[[Launch], None] = lambda _: None,
         **settings: Any,
@@ -374,9 +368,8 @@ class Rig:
         meanwhile: called while it runs. A failure after the last step of all ranks is not healed: the job fails, and
         there is no end to compare.
         """
-        flags = ["--spares", str(spares)]
-        arguments: dict[str, Any] = {"faults": faults, "missing_ok": True, **settings}
-        launch = self.launch(layout, launcher=launcher, launcher_arguments=flags, **arguments)
+        arguments: dict[str, Any] = {"faults": faults, "recover": True, "missing_ok": True, **settings}
+        launch = self.launch(layout, launcher=launcher, **arguments)
         meanwhile(launch)
         launch.finish(HEALED_TIMEOUT_S)
         ranks = range(layout.world_size)

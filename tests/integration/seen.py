@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-OF_ONE_JOB = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "LASTWORDS_LAUNCHER")
+OF_ONE_JOB = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 
 if __name__ == "__main__":
     spec = sys.modules["__main__"].__spec__

@@ -64,9 +64,9 @@ def test_all_but_one_of_a_host_die(rig: Rig) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kill", [ShardedKill("backward", 4, (2,)), ShardedKill("update", 5, TWO)], ids=str)
-def test_it_heals(rig: Rig, kill: ShardedKill) -> None:
-    rig.heal(FSDP, kill, copy=True)
-    rig.heal(FSDP, kill, copy=3)
+@pytest.mark.parametrize("copy", [True, 3])
+def test_it_heals(rig: Rig, kill: ShardedKill, copy: bool | int) -> None:
+    rig.heal(FSDP, kill, copy=copy)
 
 
 def test_without_copies_nothing_can_be_saved(rig: Rig) -> None:

@@ -27,6 +27,11 @@ def ended(launch: Launch) -> dict[int, str]:
     return {event["rank"]: event["how"] for event in events if event["what"] == "ended"}
 
 
+def left(launch: Launch) -> list[int]:
+    """Ranks whose `on_leave` function was called."""
+    return [rank for rank in range(LAYOUT.world_size) if (launch.directory / f"rank_{rank}.left").exists()]
+
+
 def die(rig: Rig, action: str, phase: str, code: int, launcher: str = "fork", **settings: Any) -> None:
     """A rank dies in this way; the others save, say how it has died, and the resumed run is bitwise the same."""
     launch = rig.launch(LAYOUT, faults=[Fault(VICTIM, STEP, phase, (action,))], launcher=launcher, **settings)
@@ -38,6 +43,7 @@ def die(rig: Rig, action: str, phase: str, code: int, launcher: str = "fork", **
     golden.says([ended(launch), reason])
     assert all(reason in line for rank in (0, 2) for line in launch.last_words(rank))
     assert launch.last_words(0), launch.job.report()
+    assert left(launch) == [0, 2]
     rig.check_resume(launch, step)
 
 
@@ -62,12 +68,13 @@ def test_a_rank_that_dies_of_itself_costs_nothing_and_it_is_said_how(
     ("action", "phase"),
     [more("segv", "before_step"), ("abort", "forward"), more("os_exit:3", "update")],
 )
-def test_it_is_replaced_under_lastwords_run_which_says_so_too(rig: Rig, action: str, phase: str) -> None:
+def test_a_job_goes_on_from_that_under_lastwords_run_which_says_so_too(rig: Rig, action: str, phase: str) -> None:
     launch, difference = rig.healed(LAYOUT, [Fault(VICTIM, STEP, phase, (action,))])
     assert difference is None, launch.fail(str(difference))
     (recovery,) = [one for one in launch.incidents() if one["outcome"] == "RECOVERED"]
     (died,) = [one for one in recovery["events"] if one["what"] == "died"]
     assert (died["rank"], died["code"]) == (VICTIM, CODES[action])
+    assert left(launch) == [0, 2]
     golden.says(sentences(launch))  # the launcher's own knowledge: it may reap the process before a rank has looked
 
 

@@ -1,4 +1,4 @@
-"""`lastwords run` in every parallel layout: only killed ranks are replaced, and all bits are as if nobody had died."""
+"""`lastwords run` in every parallel layout: after a death all ranks go on, and all bits are as if nobody had died."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize(
-    ("parallel", "kill", "spares"),
+    ("parallel", "kill"),
     [
-        more("hsdp", ShardedKill("update", 5, (1,)), 1),
-        more("pp", ShardedKill("backward", 3, (0,)), 0),
-        more("tp", ShardedKill("gate", 4, (3,)), 0),
-        more("zero1", ShardedKill("after_update", 5, (2,)), 1),
-        more("moe", ShardedKill("forward", 3, (0, 3)), 0),
-        more("fsdp-tp", ShardedKill("gate_enter", 4, (5,)), 0),
-        more("pp-tp", ShardedKill("end", 3, (0,)), 0),
-        more("tp", ShardedKill("backward", 5, (0, 1)), 0),
+        more("hsdp", ShardedKill("update", 5, (1,))),
+        more("pp", ShardedKill("backward", 3, (0,))),
+        more("tp", ShardedKill("gate", 4, (3,))),
+        more("zero1", ShardedKill("after_update", 5, (2,))),
+        more("moe", ShardedKill("forward", 3, (0, 3))),
+        more("fsdp-tp", ShardedKill("gate_enter", 4, (5,))),
+        more("pp-tp", ShardedKill("end", 3, (0,))),
+        more("tp", ShardedKill("backward", 5, (0, 1))),
     ],
     ids=str,
 )
-def test_only_the_dead_are_replaced_and_nothing_differs(
-    rig: Rig, parallel: str, kill: ShardedKill, spares: int
-) -> None:
-    launch = rig.heal(parallel_layout(parallel), kill, spares=spares)
+def test_only_the_dead_have_died_and_nothing_differs(rig: Rig, parallel: str, kill: ShardedKill) -> None:
+    launch = rig.heal(parallel_layout(parallel), kill)
     (recovery,) = [one for one in launch.incidents() if one["outcome"] == "RECOVERED"]
     ranks = set(range(launch.layout.world_size))
-    assert {one["rank"] for one in recovery["events"] if one["what"] == "ready"} == {*kill.victims}
+    assert {one["rank"] for one in recovery["events"] if one["what"] == "died"} == {*kill.victims}
     assert {one["rank"] for one in recovery["events"] if one["what"] == "left"} == ranks - {*kill.victims}
 
 
@@ -47,7 +45,7 @@ def test_only_the_dead_are_replaced_and_nothing_differs(
     ],
     ids=["before its loop has begun", "in its first step", "three in turn, rank 0 first"],
 )
-def test_whoever_dies_while_a_run_is_healed_is_replaced_too(rig: Rig, faults: list[Fault]) -> None:
+def test_whoever_dies_while_a_run_is_healed_comes_back_too(rig: Rig, faults: list[Fault]) -> None:
     launch, difference = rig.healed(Layout(), faults)
     assert difference is None, launch.fail(str(difference))
     (recovery,) = [one for one in launch.incidents() if one["outcome"] == "RECOVERED"][-1:]
@@ -62,7 +60,7 @@ def test_ten_deaths_in_one_run(rig: Rig) -> None:
     layout = Layout(epochs=3)
     phases = ("backward", "update", "forward", "after_update", "body")
     faults = [Fault(count % 4, 2 + count, phases[count % 5], ("kill",), restart=count) for count in range(10)]
-    launch, difference = rig.healed(layout, faults, spares=1)
+    launch, difference = rig.healed(layout, faults)
     assert difference is None, launch.fail(str(difference))
     died = [event for one in launch.incidents() if one["outcome"] == "RECOVERED" for event in one["events"]]
     assert sum(event["what"] == "died" for event in died) == 10

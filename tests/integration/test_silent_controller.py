@@ -127,6 +127,6 @@ def test_one_that_goes_on_in_time_is_not_replaced(rig: Rig) -> None:
 
 @pytest.mark.thorough
 def test_a_job_behind_a_stopped_controller_is_healed(rig: Rig) -> None:
-    launch, difference = rig.healed(LAYOUT, struck_first("stop_controller"), spares=1, env=SOON)
+    launch, difference = rig.healed(LAYOUT, struck_first("stop_controller"), env=SOON)
     assert difference is None, launch.job.report()
     assert [incident["outcome"] for incident in launch.incidents() if incident["outcome"] == "SAVED"]

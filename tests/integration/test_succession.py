@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.launcher.worker import EXIT_BUSY
+from lastwords.launcher.refusal import EXIT_BUSY
 from tests.integration.faults import controller_state, dying, is_gone
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
@@ -153,7 +153,7 @@ def test_one_that_is_stopped_is_ended_before_another_one_serves(rig: Rig) -> Non
 
 
 def test_a_job_that_loses_both_is_healed(rig: Rig) -> None:
-    launch, difference = rig.healed(LAYOUT, with_the_controller(KILL), spares=1)
+    launch, difference = rig.healed(LAYOUT, with_the_controller(KILL))
     assert difference is None, launch.job.report()
     assert [incident["outcome"] for incident in launch.incidents() if incident["outcome"] == "SAVED"]
 

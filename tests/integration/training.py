@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from lastwords.optim_wrapper.launch.config import LAUNCHER
 from tests.integration import gpu, sabotage
 from tests.integration.faults import Faults, restart_count
 from tests.integration.network import Net, make_loader
@@ -261,6 +260,7 @@ class Trainer:
         (Path(self.plan.directory) / f"rank_{self.rank}.shm").write_text("\n".join(shared))
         if any(fault.phase.startswith("slot_") for fault in self.plan.faults):
             sabotage.watch_slots(self.faults)
+        tft.on_leave(Path(self.plan.directory, f"rank_{self.rank}.left").touch)
         self.faults.frozen = lambda: sabotage.is_frozen(tft)
         self.faults.told = lambda: sabotage.is_told(tft)
         self.faults.at("before_loop")
@@ -333,16 +333,6 @@ def take_output(directory: Path, rank: int) -> None:
 
 def main(arguments: list[str], make: Callable[[Plan, int], Trainer] = Trainer) -> None:
     """Train as the plan says; the exit code is the interpreter's."""
-    if LAUNCHER in os.environ:
-        import lastwords
-
-        lastwords.run(lambda: train(arguments, make))
-    else:
-        train(arguments, make)
-
-
-def train(arguments: list[str], make: Callable[[Plan, int], Trainer]) -> None:
-    """Once; under `lastwords run` perhaps several times in this process."""
     plan = Plan.load(Path(arguments[0])).of_rank(int(os.environ["RANK"]))
     rank = int(os.environ["RANK"])
     if plan.redirect:

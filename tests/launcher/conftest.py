@@ -1,12 +1,16 @@
-"""What the launcher and its workers set for their whole process must not outlive a test."""
+"""What the launcher and its ranks set for their whole process must not outlive a test."""
 
 from __future__ import annotations
 
 import pytest
 
+from lastwords.launcher import worker
+from lastwords.optim_wrapper.launch import reporter
 from lastwords.optim_wrapper.trainer import protect
 
 
 @pytest.fixture(autouse=True)
-def _no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protect, "_rank_0", "")
+    monkeypatch.setattr(reporter, "_reporter", None)
+    monkeypatch.setattr(worker, "_called", False)

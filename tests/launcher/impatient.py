@@ -1,4 +1,4 @@
-"""`lastwords run` that waits some seconds only for whoever has to leave `main`, or is a spare; takes its arguments."""
+"""`lastwords run` that waits some seconds only for whoever has to end; takes its arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from lastwords.launcher import core, roster
 LEAVE_S = 6.0
 """In place of two minutes."""
 
-SPARE_S = 10.0
-"""In place of one."""
-
 if __name__ == "__main__":
     core.LEAVE_S = roster.LEAVE_S = LEAVE_S  # type: ignore[misc]
-    roster.SPARE_S = SPARE_S  # type: ignore[misc]
     sys.exit(main(["run", *sys.argv[1:]]))

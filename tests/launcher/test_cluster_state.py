@@ -24,6 +24,7 @@ from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError
 from lastwords.launcher import cluster_state, scheduler
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
 from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, cluster_of, misspelt
+from lastwords.launcher.events import Gone
 from lastwords.launcher.registry import Member, Process
 from lastwords.launcher.roster import Place
 from tests import golden
@@ -207,8 +208,8 @@ def begin(path: Path, content: str) -> KeptCluster:
         patch.setattr(scheduler, "listen", lambda *_: [])
         one = scheduler.Scheduler(cluster(path), state, kept, selector)
         for rank in range(kept.workers):
-            if one._head.core.place(rank) is not Place.STARTING:
-                one._report_end(rank)
+            if one._head.core.place(rank) is not Place.ABSENT:
+                one._report(Gone(rank))
         one._look()
         one._head.tick()
         assert one._keep() is None

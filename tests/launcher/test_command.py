@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,20 +20,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, _term
 from lastwords.errors import ConfigError
 from lastwords.launcher import agent as agent_module
 from lastwords.launcher import command
-from lastwords.launcher.agent import ABANDONED_S, HANDLED, HealingAgent, remove_abandoned
-from lastwords.launcher.host import Left
-from lastwords.optim_wrapper.launch.config import LAUNCHER
+from lastwords.launcher.agent import HANDLED, HealingAgent
+from lastwords.launcher.host import ABANDONED_S, HowLeft, Program, remove_abandoned
 from lastwords.processor.signals import UNHANDLED_STOPS
 from tests import golden
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--spares", "-1"],
-        ["--spares", "100"],
         ["--nnodes", "1:4"],
         ["--nnodes", "two"],
         ["--nproc-per-node", "x"],
@@ -42,10 +38,7 @@ GIB = 1 << 30
     ],
     ids=" ".join,
 )
-def test_flags_that_cannot_work_are_refused_before_anything_starts(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "available_memory_bytes", lambda: 2 * GIB)
+def test_flags_that_cannot_work_are_refused_before_anything_starts(flags: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     with golden.raises(ConfigError):
@@ -98,7 +91,7 @@ class Agent(HealingAgent):
 
     def __init__(self, comes: tuple[signal.Signals, ...] = ()) -> None:
         spec = SimpleNamespace(max_restarts=0, role="", local_world_size=1, rdzv_handler=None)
-        super().__init__(spec, None)  # type: ignore[arg-type]
+        super().__init__(spec, None, program=Program("", False, 1))  # type: ignore[arg-type]
         self._comes = comes
 
     def _invoke_run(self, role: str = "") -> RunResult:
@@ -120,12 +113,10 @@ def torchs(monkeypatch: pytest.MonkeyPatch, short_path: Path, handlers: None) ->
     shutdown = Shutdown()
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments, **more: shutdown(*arguments, **more))
-    host = SimpleNamespace(left=lambda: Left({0: 75}, 31, None))
+    host = SimpleNamespace(left=lambda: HowLeft({0: 75}, 31, None))
     monkeypatch.setattr(agent_module, "_Round", lambda *_: SimpleNamespace(host=host, end=lambda: None))
-    monkeypatch.setattr(agent_module.tempfile, "mkdtemp", lambda **_: str(short_path))
-    monkeypatch.setattr(agent_module, "remove_abandoned", lambda parent: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     monkeypatch.setenv(HANDLED, "SIGTERM,SIGHUP,SIGUSR2,SIGXCPU")
-    monkeypatch.delenv(LAUNCHER, raising=False)
     return shutdown
 
 
@@ -150,7 +141,7 @@ def test_of_many_signals_at_once_one_ends_the_launcher_and_its_ranks_are_told(to
         agent.run()
     assert ended.value.sigval == signal.SIGHUP
     assert torchs.sent == [signal.SIGTERM]
-    assert agent.left == Left({0: 75}, 31, None)
+    assert agent.left == HowLeft({0: 75}, 31, None)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +200,12 @@ def test_a_launcher_whose_stderr_is_dead_ends_with_its_exit_code(
     assert ended.value.code == 1
 
 
-def test_memory_is_what_the_kernel_says() -> None:
-    assert 0 < command.available_memory_bytes() < 1 << 50
+def test_spares_are_accepted_and_do_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigError):
+        command.run(["--spares", "2", "--nproc-per-node", "0", str(script)])
+    golden.says(capfd.readouterr().err)
 
 
 def test_sockets_of_killed_launchers_are_removed_and_no_others(short_path: Path) -> None:

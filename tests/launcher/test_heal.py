@@ -1,35 +1,35 @@
-"""`lastwords run`: only a killed worker is replaced, and the run is bitwise that of a job in which nobody died."""
+"""`lastwords run`: after a failure all ranks begin anew, and the run is bitwise that of a job in which nobody died."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests import golden
 from tests.integration.harness import Cluster
 from tests.integration.zygote import AGENTS
+from tests.launcher.forked import ROOT
+from tests.launcher.forked import environment as any_environment
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.launcher.healed_training"
 RANKS, STEPS = 3, 16
 START_S = 200.0
-WAIT_S = 500.0
+WAIT_S = 800.0
 """Many times what a whole run takes; with ten failures it is some minutes on a busy machine."""
 
 
 def environment() -> dict[str, str]:
-    kept = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LASTWORDS_JOB", "LASTWORDS_LAUNCHER"):
-        kept.pop(name, None)
-    return kept
+    return any_environment(OMP_NUM_THREADS="1")
 
 
 def run(
@@ -39,16 +39,21 @@ def run(
     ranks: int = RANKS,
     steps: int = STEPS,
     cluster: Cluster | None = None,
+    script: str = SCRIPT,
+    python: Sequence[str] = (),
     **more: object,
 ) -> str:
-    """A whole job; returns what it wrote to stderr. launcher: one of AGENTS. Its processes are forks of `cluster`'s."""
+    """A whole job; returns what it wrote to stderr. launcher: one of AGENTS. It is a fork of `cluster`'s.
+
+    script: a module. python: what the launcher is told to run it with.
+    """
     directory.mkdir(exist_ok=True)
     flags = [flag for name, value in more.items() for flag in (f"--{name.replace('_', '-')}", str(value))]
     arguments = [str(directory), str(steps), *deaths]
     if cluster is not None:
         job = cluster.start(
             directory / "launched",
-            module=SCRIPT,
+            module=script,
             arguments=arguments,
             world_size=ranks,
             launcher=launcher,
@@ -59,9 +64,14 @@ def run(
         job.close()
         return (job.directory / f"{launcher}.err").read_text()
     command = [sys.executable, "-m", *AGENTS[launcher], "--standalone", "--nproc-per-node", str(ranks), *flags]
-    command += ["-m", SCRIPT, *arguments]
     done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_S
+        [*command, *python, "-m", script, *arguments],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
@@ -77,71 +87,102 @@ def trace(directory: Path, rank: int) -> dict[int, str]:
 
 
 def pids(directory: Path, rank: int) -> list[int]:
-    """The processes that were this rank, in turn."""
+    """The processes that were this rank and have ended a step, in turn."""
     lines = (directory / f"trace-{rank}").read_text(encoding="utf-8").splitlines()
     return list(dict.fromkeys(int(line.split()[2]) for line in lines))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same script under torchrun, where nobody dies."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    said = run(directory, launcher="torchrun")
-    assert said.count("not started by `lastwords run`") == 1
-    return directory
+def begun(directory: Path, rank: int) -> list[dict[str, int]]:
+    """What the launcher had of the system's when each process of this rank began."""
+    return [json.loads(line) for line in (directory / f"begun-{rank}").read_text().splitlines()]
 
 
-def check_equal(directory: Path, undisturbed: Path, died: dict[int, int], ranks: int = RANKS) -> None:
-    """died: rank -> how often; where it died in the window of a step, nobody wrote that step's line for it."""
+def check_equal(directory: Path, undisturbed: Path, heals: int, ranks: int = RANKS) -> None:
+    """heals: how often all ranks have begun anew, and have ended a step since; nobody has a line of a step whose window
+    it died in.
+    """
     for rank in range(ranks):
         assert (directory / f"final-{rank}").read_text() == (undisturbed / f"final-{rank}").read_text(), rank
         found = trace(directory, rank)
         whole = trace(undisturbed, rank)
         assert found == {step: whole[step] for step in found}
-        assert len(pids(directory, rank)) == 1 + died.get(rank, 0), rank
+        assert len(pids(directory, rank)) == 1 + heals, rank
 
 
-@pytest.mark.thorough
-def test_a_rank_that_dies_in_main_before_its_loop_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
-    run(tmp_path, "1:0:main", "0:7:bwd", spares=1)
-    check_equal(tmp_path, undisturbed, {0: 1})
-    assert {path.name for path in tmp_path.glob("died-*")} == {"died-1-0-main", "died-0-7-bwd"}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["with", "start and stop"])
-def test_ten_failures_leave_no_threads_and_no_descriptors_in_a_survivor(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, how: str
+def test_all_ranks_begin_anew_after_each_failure_and_nothing_differs(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if how != "with":
-        monkeypatch.setenv("START_STOP", "1")
-    run(tmp_path, *(f"1:{step}:bwd" for step in range(2, 12)), spares=0)
-    # One that dies in its first step has written no line where the step before was saved with its gradients.
-    check_equal(tmp_path, undisturbed, {1: len(pids(tmp_path, 1)) - 1})
-    assert len([*tmp_path.glob("died-1-*")]) == 10
-    counts = [json.loads(line) for line in (tmp_path / "resources-0").read_text().splitlines()]
-    assert len(counts) == 11
-    # Torch may take its time to end the threads of one group.
-    early, late = ({name: max(one[name] for one in some) for name in some[0]} for some in (counts[1:4], counts[-3:]))
-    assert all(late[name] - early[name] < 7 for name in late), counts
-
-
-@pytest.mark.thorough
-def test_loader_workers_and_forks_of_main_do_not_stand_in_the_way_and_output_goes_where_it_went(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """A rank dies in a step, the next ones of it before there is a controller, and one as it resumes."""
     monkeypatch.setenv("LOADER_WORKERS", "2")
-    run(tmp_path / "whole", launcher="torchrun")
+    run(tmp_path / "whole", launcher="torchrun", cluster=cluster)
     monkeypatch.setenv("FORKS", "1")
-    healed = tmp_path / "healed"
-    said = run(healed, "1:5:bwd", "0:9:win", spares=1, tee=3, log_dir=tmp_path / "logs")
-    check_equal(healed, tmp_path / "whole", {0: 1, 1: 1})
-    for rank, deaths in ((0, 1), (1, 1), (2, 0)):
-        assert len(pids(healed, rank)) == 1 + deaths
-        for pid in pids(healed, rank):
-            assert f"[default{rank}]:rank={rank} pid={pid}" in said
-    # The fork of each of three stays in main, and on rank 0 a controller: no loader's worker is left of any stay.
-    assert len((healed / "children-2").read_text().split()) == 3
+    healed, deaths = tmp_path / "healed", ["1:5:bwd", "1:1:alone", "1:2:main", "0:3:resume", "2:9:win"]
+    said = run(healed, *deaths, cluster=cluster, tee="0:3", redirects=3, log_dir=tmp_path / "logs")
+    check_equal(healed, tmp_path / "whole", heals=2)
+    assert {path.name for path in healed.glob("died-*")} == {f"died-{death.replace(':', '-')}" for death in deaths}
+    assert len(begun(healed, 1)) == 1 + len(deaths), "others may have been ended before they could count"
+
+    for rank in range(RANKS):  # output goes where it went
+        (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stderr.log")
+        lines = [f"rank={rank} pid={pid}" for pid in pids(healed, rank)]
+        assert [line for line in log.read_text().splitlines() if line in lines] == lines
+        assert [f"[default{rank}]:{line}" in said for line in lines] == [rank == 0] * len(lines)
+
+    # What a generation leaves behind ends, or is named where it has a session of its own.
+    strangers = {int(path.read_text()) for path in healed.glob("forked-*-[0-4]-True")}
+    assert {int(number) for number in re.findall(r"process (\d+) .*outlived", said)} == strangers
+    assert len(strangers) >= 3 * RANKS
+    for rank in range(RANKS):
+        assert {one["left-False"] for one in begun(healed, rank)} == {0}
+        assert begun(healed, rank)[-1]["left-True"] == len(strangers)
+    recoveries = [line for line in said.splitlines() if line.startswith("lastwords run:")]
+    assert len(recoveries) == 2, said
+    assert not any("SIGTERM" in line for line in recoveries), "who was told to end has not died"
+
+
+def test_a_script_with_state_at_its_top_goes_on_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
+    """Each time all ranks find what its first lines make, and what is handed over comes back."""
+    plain, healed = tmp_path / "whole", tmp_path / "healed"
+    script = "tests.launcher.plain_training"
+    run(plain, launcher="torchrun", ranks=2, cluster=cluster, script=script)
+    run(healed, "1:4", "1:8", "1:13", ranks=2, cluster=cluster, script=script)
+    for rank in range(2):
+        assert (healed / f"final-{rank}").read_text() == (plain / f"final-{rank}").read_text()
+        (found,) = (plain / f"begun-{rank}").read_text().splitlines()
+        assert (healed / f"begun-{rank}").read_text().splitlines() == [found] * 4
+    assert (healed / "beside-0").read_text().split() == ["__main__.best_loss", "__main__.history"], "what does not"
+    # Nobody has flushed the survivor's rows.
+    assert (healed / "rows-0.csv").read_text() == (plain / "rows-0.csv").read_text()
+    assert [len([*healed.glob(f"left-{rank}-*")]) for rank in range(2)] == [3, 0]
+    assert not [*plain.glob("left-*")]
+
+
+@pytest.mark.thorough
+def test_ten_failures_leave_no_threads_no_descriptors_and_no_children_in_the_launcher(tmp_path: Path) -> None:
+    run(tmp_path / "whole", launcher="torchrun", ranks=2, steps=24)
+    run(tmp_path / "healed", *(f"1:{step}:bwd" for step in range(2, 22, 2)), ranks=2, steps=24)
+    check_equal(tmp_path / "healed", tmp_path / "whole", heals=10, ranks=2)
+    counts = begun(tmp_path / "healed", 0)
+    assert len(counts) == 11
+    early, late = ({name: max(one[name] for one in some) for name in some[0]} for some in (counts[1:4], counts[-3:]))
+    assert all(late[name] <= early[name] for name in late), counts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same script under torchrun, where nobody dies."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run(directory, launcher="torchrun", cluster=cluster)
+    return directory
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_stopped_when_another_dies_is_killed_once_all_others_have_left(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    said = run(tmp_path, "0:5:stop", "1:5:fwd")
+    check_equal(tmp_path, undisturbed, heals=1)
+    golden.says([line for line in said.splitlines() if "is killed:" in line])
 
 
 @pytest.mark.thorough
@@ -150,8 +191,8 @@ def test_of_a_rank_that_comes_late_nobody_finds_an_address_before_it_has_come(
 ) -> None:
     """Each generation has a store of its own."""
     monkeypatch.setenv("LATE_RANK", "2")
-    run(tmp_path, "1:5:bwd", spares=1)
-    check_equal(tmp_path, undisturbed, {1: 1})
+    run(tmp_path, "1:5:bwd")
+    check_equal(tmp_path, undisturbed, heals=1)
     assert (tmp_path / "late").read_text() == str(RANKS - 1)
 
 
@@ -162,7 +203,7 @@ def test_in_the_store_of_the_generation_before_torch_finds_the_old_one(
     """Whom torch then waits for depends on the ports: the lower of two numbers may be the one that listens."""
     monkeypatch.setenv("LATE_RANK", "2")
     command = [sys.executable, "-m", "tests.launcher.old_store", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["--spares", "1", "-m", SCRIPT, str(tmp_path), str(STEPS), "1:5:bwd"]
+    command += ["-m", SCRIPT, str(tmp_path), str(STEPS), "1:5:bwd"]
     launcher = subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline_mono_s = time.monotonic() + START_S
     try:

@@ -1,4 +1,4 @@
-"""What a host's launcher prepares for the next failure, and when."""
+"""What a host's launcher does for its ranks: it starts them, sees them end, hears them, and prepares the next time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,27 +20,28 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lastwords.launcher import host as module
-from lastwords.launcher import spares
+from lastwords.launcher import orphans
 from lastwords.launcher.agent import _Round
 from lastwords.launcher.events import (
     Awaited,
     Begun,
+    End,
     Ended,
     Enter,
     Event,
-    Imported,
     Kill,
+    Left,
     Look,
     Lost,
     Over,
-    Start,
+    Ready,
     Stopped,
     Updated,
-    Waiting,
 )
-from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, Failure, Host, Left
+from lastwords.launcher.fork_messages import Fork
+from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Failure, Host, HowLeft, Program
 from lastwords.launcher.link import Lines, send
-from lastwords.launcher.processes import Controllers, ended_badly
+from lastwords.launcher.processes import Controllers, RankProcess, Seat, ended_badly
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
@@ -51,7 +53,6 @@ from lastwords.launcher.protocol import (
     to_launcher,
 )
 from lastwords.launcher.registry import Refused
-from lastwords.launcher.spares import RESTOCK_S
 from tests import golden
 
 
@@ -66,23 +67,73 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What would have been started, in that order."""
-    found: list[str] = []
+class Forks:
+    """In place of a fork server: what it was asked for. `made` and `failed` are the host's."""
 
-    def process(*_: Any, **__: Any) -> Any:
-        found.append("spare")
-        return SimpleNamespace(proc=SimpleNamespace(pid=len(found)))
+    pid = 0
+    made: Callable[[dict[int, int], str], None]
+    failed: Callable[[str], None]
 
-    def nobody_watches(self: Host, process: Any, ended: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        self.asked: list[Sequence[Fork]] = []
+        self.ended = False
+
+    def start(self) -> None:
         pass
 
-    monkeypatch.setattr(module, "Process", process)
-    monkeypatch.setattr(spares, "Process", process)
-    monkeypatch.setattr(Host, "_at_the_end_of", nobody_watches)
-    monkeypatch.setattr(module.Controllers, "prepare", lambda self: found.append("controller"))
-    return found
+    def fork(self, forks: Sequence[Fork]) -> None:
+        self.asked.append(forks)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class TestHost(Host):
+    """One of two ranks, and what it has reported."""
+
+    __test__ = False
+
+    def __init__(self, directory: Path, selector: selectors.BaseSelector) -> None:
+        self.script = directory / "train.py"
+        self.script.write_text("import os, sys; sys.exit(40 + int(os.environ['RANK']) + len(sys.argv))")
+        self.events: list[Event] = []
+        self.asked = Forks()
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(str(directory / "agent"))
+        self.server.listen()
+        seats = {rank: self.seat(rank) for rank in range(2)}
+        program = Program(sys.executable, is_module=False, threads=3)
+        super().__init__(self.server, seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
+        self._controllers.wanted = False
+
+    def seat(self, rank: int) -> Seat:
+        return Seat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})
+
+    def has(self, *command: str) -> RankProcess:
+        """Rank 0's process is this one, which leads a session."""
+        process = subprocess.Popen(command or ["sleep", "60"], start_new_session=True)
+        process.returncode = 0  # it is not for Popen to collect
+        self.asked.made({0: process.pid}, "")
+        return self.process
+
+    @property
+    def process(self) -> RankProcess:
+        found: RankProcess = self.seats[0].proc
+        return found
+
+    def turn(self) -> None:
+        """Whatever has come."""
+        for key, _ in self._selector.select(0.3):
+            key.data()
+
+    def until(self, kind: type[Event]) -> None:
+        """There is one more event of this kind."""
+        count = sum(isinstance(one, kind) for one in self.events)
+        while sum(isinstance(one, kind) for one in self.events) == count:
+            self.turn()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [one for one in self.events if isinstance(one, kind)]
 
 
 @pytest.fixture
@@ -92,133 +143,226 @@ def selector() -> Iterator[selectors.BaseSelector]:
 
 
 @pytest.fixture
-def host(short_path: Path, clock: Clock, started: list[str], selector: selectors.BaseSelector) -> Iterator[Host]:
-    context = SimpleNamespace(envs={0: {"RANK": "0"}}, args={0: ()}, entrypoint="", _numa_options=None)
-    context.subprocess_handlers = {0: SimpleNamespace(proc=None)}
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as server:
-        server.bind(str(short_path / "agent"))
-        yield Host(server, context, 1, selector, lambda event: None)
+def host(short_path: Path, clock: Clock, selector: selectors.BaseSelector) -> Iterator[TestHost]:
+    host = TestHost(short_path, selector)
+    with contextlib.closing(host.server):
+        yield host
+        if host.process.pid and host.process.poll() is None:
+            os.kill(host.process.pid, signal.SIGKILL)
+            host.process.wait()
 
 
-def test_what_was_used_is_replaced_once_a_rank_has_updated(host: Host, clock: Clock, started: list[str]) -> None:
-    host._spares.restock()
-    assert started == ["spare"]
+# ---------------------------------------------------------------------- a generation
+
+
+def test_all_ranks_are_asked_for_at_once_with_what_each_of_them_is(host: TestHost) -> None:
+    host.begin()
+    assert host.events == [Ready(0), Ready(1)]
+    host.address = "node-1"
+    host.obey(Enter(7, port=4000, step=31))
+    ((first, second),) = host.asked.asked
+    assert (first.rank, second.rank, first.step, first.threads, first.address) == (0, 1, 31, 3, "node-1")
+    assert [*first.argv] == [str(host.script), "--lr", "1"]
+    assert not first.is_module
+    assert first.report == host.server.getsockname()
+    told = ("RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "PATH")
+    assert [second.environment[name] for name in told] == ["1", "4000", "7", "True", os.environ["PATH"]]
+    assert first.dies_with == 0
+    host._program = module.replace(host._program, dies_with_launcher=True)
+    host.obey(Enter(8, port=4000, step=31))
+    assert host.asked.asked[-1][0].dies_with == os.getpid()
+
+
+def test_what_a_generation_has_written_of_its_failure_is_not_taken_for_that_of_the_next_one(
+    host: TestHost, tmp_path: Path
+) -> None:
+    file = tmp_path / "error.json"
+    file.touch()
+    host.seats[0].env["TORCHELASTIC_ERROR_FILE"] = str(file)
+    host.seats[1].env["TORCHELASTIC_ERROR_FILE"] = os.devnull
+    host.obey(Enter(1))
+    assert not file.exists()
+
+
+def test_a_script_that_was_changed_ends_the_job_and_is_named(host: TestHost) -> None:
+    host.obey(Enter(0))
+    host.script.write_text("# another version")
+    host.obey(Enter(1))
+    assert len(host.asked.asked) == 1
+    (lost,) = host.events
+    assert isinstance(lost, Lost)
+    golden.says(lost.why.replace(str(host.script), "<script>"))
+    host.script.unlink()
+    host.obey(Enter(2))
+    assert host.events == [lost, lost], "nor one that is gone"
+
+
+def test_ranks_that_cannot_be_forked_now_are_forked_later_and_the_others_run(host: TestHost, clock: Clock) -> None:
+    host.obey(Enter(0))
+    short = os.strerror(errno.EAGAIN)
+    for _ in range(module.SHORTAGE_TRIES_MAX):
+        host.asked.made({}, short)
+        clock.now_s += module.SHORTAGE_PAUSE_S
+        host.tick()
+    assert host.asked.asked[1:] == [()] * module.SHORTAGE_TRIES_MAX, "what is missing the server knows"
+    assert host.events == []
+    host.asked.made({}, short)
+    golden.says([one.why for one in host.of(Lost)])
+
+
+def test_where_no_rank_can_be_forked_each_is_a_process_of_its_own(
+    host: TestHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.obey(Enter(0))
+    host.asked.failed("it has started 2 threads, which a fork does not have")
+    golden.says("\n".join(caplog.messages))
+    ends = []
+    for generation in (1, 2):
+        while len(host.of(Ended)) < 2 * generation:
+            host.turn()
+        ends.append(sorted(one.code for one in host.of(Ended)[-2:]))
+        host.obey(Enter(generation))
+    assert ends == [[43, 44]] * 2
+    assert len(host.asked.asked) == 1
+    for seat in host.seats.values():
+        seat.proc.wait()
+
+
+def test_where_no_rank_can_be_forked_any_more_the_job_ends(host: TestHost) -> None:
+    host.has()
+    host.asked.failed("the fork server has ended 3 times before it has served, with -9")
+    golden.says([one.why for one in host.of(Lost)])
+
+
+def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(command: str, own: bool) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(["sh", "-c", command], start_new_session=own)
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():  # the kernel has not come so far
+            signal.sigtimedwait((), 0.01)
+        return process
+
+    leader = started("sleep 60 & sleep 60", own=True)
+    others = [
+        started("sleep 60", own=True),
+        started("sleep 60", own=True),
+        started("sleep 60; lastwords.controller", own=True),
+    ]
+    stranger, kept, _ = others
+    try:
+        monkeypatch.setattr(orphans, "children", lambda: [leader.pid, *(one.pid for one in others)])
+        found = [*orphans.end_orphans({leader.pid}, {kept.pid})]
+        assert [pid for pid, _ in found] == [stranger.pid]
+        assert [one.poll() is None for one in (leader, *others)] == [False, True, True, True]
+    finally:
+        for one in (leader, *others):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+
+
+def test_a_process_that_outlives_its_rank_is_named_once(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "end_orphans", lambda sessions, kept: [(5, "wandb")])
+    for generation in range(3):
+        host.obey(Enter(generation))
+    golden.says("\n".join(caplog.messages))
+
+
+# ---------------------------------------------------------------------- what is prepared
+
+
+def test_what_was_used_is_replaced_once_a_rank_has_updated(
+    host: TestHost, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[float] = []
+    monkeypatch.setattr(module.Controllers, "prepare", lambda self: prepared.append(clock.now_s))
+    host.tick()
+    assert prepared == [100.0]
     assert host.due_in_s is None
-    host._spares._waiting.clear()  # it becomes a rank
     host._restock_in(RESTOCK_S)
     host.tick()
-    assert started == ["spare"], "the ranks need the processors to train again"
-
+    assert prepared == [100.0], "the ranks need the processors to train again"
     who = module._Who()
     who.rank = 0
-    host._hear(who, SimpleNamespace(), Updated(0))
+    host._hear(who, SimpleNamespace(), Updated(0))  # type: ignore[arg-type]
     assert host.due_in_s == pytest.approx(RESTOCK_AFTER_UPDATE_S)
     clock.now_s += RESTOCK_AFTER_UPDATE_S
     host.tick()
-    assert started == ["spare", "spare", "controller"]
-    assert host.due_in_s is None
-
-
-def test_where_no_rank_gets_there_it_is_replaced_all_the_same(host: Host, clock: Clock, started: list[str]) -> None:
+    assert len(prepared) == 2
     host._restock_in(RESTOCK_S)
     clock.now_s += RESTOCK_S
     host.tick()
-    assert started == ["spare", "controller"]
+    assert len(prepared) == 3, "also where no rank gets there"
 
 
-def test_a_signal_for_all_does_not_collect_a_rank_whose_end_has_not_been_seen(host: Host) -> None:
+# ---------------------------------------------------------------------- how processes end
+
+
+def test_a_signal_for_all_does_not_collect_a_rank_whose_end_has_not_been_seen(host: TestHost) -> None:
     """The way of an ended process is through its pidfd, which has to find it there."""
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        host.processes[0] = process
-        host.signal_all(signal.SIGKILL)
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        host.signal_all(signal.SIGUSR1)
-        assert ended_badly(process.pid)
-    finally:
-        process.kill()
-        process.wait()
+    pid = host.has().pid
+    host.signal_all(signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    host.signal_all(signal.SIGUSR1)
+    assert ended_badly(pid)
+    host.until(Ended)
+    assert host.process.returncode == -signal.SIGKILL
 
 
 def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_is_the_failure_of_its_rank(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: TestHost,
 ) -> None:
-    events: list[Event] = []
-    ends: list[Callable[[], None]] = []
-    monkeypatch.setattr(host, "_report", events.append)
-    monkeypatch.setattr(host, "_at_the_end_of", lambda process, ended: ends.append(ended))
-    who = module._Who()
-    who.rank = 0
-
-    def end(*said: Raised, kill: bool = False) -> int:
-        host.processes[0] = process = subprocess.Popen(["sleep", "60"] if kill else ["false"], start_new_session=True)
-        host._watch(0)
+    def end(*said: Raised, by: Event | None = None, command: str = "exit 1") -> int:
+        host.obey(Enter(1))
+        pid = host.has("sh", "-c", command if by is None else "sleep 60").pid
+        who = module._Who()
+        who.rank = 0
         for one in said:
             host._hear(who, SimpleNamespace(), one)  # type: ignore[arg-type]
-        if kill:
-            host.obey(Kill(0, "it is late"))
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        ends.pop()()
-        return process.pid
+        if by is not None:
+            host.obey(by)  # type: ignore[arg-type]
+        host.until(Ended)
+        return pid
 
-    end(kill=True)
-    assert host.failures == {}, "it was ended from here"
-    first = end(Raised("ValueError: bad batch", lasting=False))
+    for by in (Kill(0, "it is stopped"), End(0)):
+        end(by=by)  # type: ignore[arg-type]
+        assert host.failures == {}, "it was ended from here"
+    end(Raised("SystemExit: 0", lasting=False), command="exit 0")
+    assert host.failures == {}
+    pid = end(Raised("ValueError: bad batch", lasting=False))
+    assert host.failures == {0: Failure(pid, 1, "ValueError: bad batch")}
     end(Raised("no such setting", lasting=True))
-    assert [(one.pid, one.code, one.error) for one in host.failures.values()] == [(first, 1, "ValueError: bad batch")]
-    host.obey(Enter(1))
-    assert host.failures == {}, "of the entry before"
+    assert [one.error for one in host.failures.values()] == ["no such setting"], "of this generation alone"
     end()
-    assert [one.error for one in host.failures.values()] == [""]
-    assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [
+    assert [(one.code, one.raised, one.lasting) for one in host.of(Ended)] == [
         (-signal.SIGKILL, "", False),
+        (-signal.SIGTERM, "", False),
+        (0, "SystemExit: 0", False),
         (1, "ValueError: bad batch", False),
         (1, "no such setting", True),
         (1, "", False),
     ]
 
 
-def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_not_taken(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is refused ends as soon as it has come."""
-    events: list[Event] = []
-    ends: list[Callable[[], None]] = []
-    monkeypatch.setattr(host, "_report", events.append)
-    monkeypatch.setattr(host, "_at_the_end_of", lambda process, ended: ends.append(ended))
-    host._server.listen()
-    host._selector.register(host._server, selectors.EVENT_READ, host._accept)
-    host.processes[0] = process = subprocess.Popen(["false"], start_new_session=True)
-    host._watch(0)
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect(host._server.getsockname())
-        for report in (Hello(0, process.pid, PROTOCOL), Raised("no such setting", lasting=True)):
-            send(link, to_launcher(report))
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    ((seen, _),) = host._selector.select(1)
-    ends.pop()()
-    seen.data()  # in the same turn; nobody is there any more
-    assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [
-        (1, "no such setting", True)
-    ]
-
-
-def test_what_a_process_has_said_is_not_taken_for_what_the_next_one_in_the_same_shell_says(
-    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[Event] = []
-    ends: list[Callable[[], None]] = []
-    monkeypatch.setattr(host, "_report", events.append)
-    monkeypatch.setattr(host, "_at_the_end_of", lambda process, ended: ends.append(ended))
-    host._watch(0)
-    told.say(told.link, Raised("no such setting", lasting=True))
-    told.link.close()
-    told.turn()
-    told.connect().close()
-    host.processes[0].kill()
-    os.waitid(os.P_PID, host.processes[0].pid, os.WEXITED | os.WNOWAIT)
-    ends.pop()()
-    assert [(one.code, one.raised, one.lasting) for one in events if isinstance(one, Ended)] == [(-9, "", False)]
+def test_all_processes_of_a_rank_that_ends_badly_end_with_it(host: TestHost) -> None:
+    """And not those of one that ends well, which may upload a result."""
+    for code, lives in ((0, True), (1, False)):
+        reads, writes = os.pipe()
+        command = ["sh", "-c", f"sleep 60 & exit {code}"]
+        process = subprocess.Popen(command, start_new_session=True, pass_fds=[writes])
+        process.returncode = 0
+        os.close(writes)
+        host.asked.made({0: process.pid}, "")
+        host.until(Ended)
+        os.set_blocking(reads, False)
+        if lives:
+            with pytest.raises(BlockingIOError):
+                os.read(reads, 1)
+            os.killpg(process.pid, signal.SIGKILL)
+        os.set_blocking(reads, True)
+        assert os.read(reads, 1) == b"", "nobody holds the other end"
+        os.close(reads)
 
 
 def test_torchs_report_has_the_ranks_that_have_failed_and_the_first_one_is_its_root_cause(tmp_path: Path) -> None:
@@ -237,18 +381,32 @@ def test_torchs_report_has_the_ranks_that_have_failed_and_the_first_one_is_its_r
     assert "written" in str(_Round.failures(part, group)[2].message)  # type: ignore[arg-type]
 
 
-def test_who_is_waited_for_and_how_to_let_it_go_on_is_said(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        host.processes[0] = process
-        host.obey(Awaited(0, "has not left main()", 115.0))
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        host.obey(Awaited(0, "has not left main()", 115.0))
-    finally:
-        process.kill()
-        process.wait()
-    golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+def stop(host: TestHost) -> int:
+    """Rank 0's process, by a signal."""
+    os.kill(host.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, host.process.pid, os.WSTOPPED | os.WNOWAIT)
+    return host.process.pid
+
+
+def test_who_is_waited_for_and_how_to_let_it_go_on_is_said(host: TestHost, caplog: pytest.LogCaptureFixture) -> None:
+    host.has()
+    host.obey(Awaited(0, "has not ended", 115.0))
+    host.obey(Awaited(0, "was killed, and has not ended", None))
+    pid = stop(host)
+    host.obey(Awaited(0, "has not ended", 115.0))
+    golden.says("\n".join(caplog.messages).replace(str(pid), "PID"))
+
+
+def test_who_is_looked_at_is_reported_only_if_it_is_stopped(host: TestHost) -> None:
+    host.has()
+    host.obey(Look(0))
+    assert host.events == []
+    stop(host)
+    host.obey(Look(0))
+    assert host.events == [Stopped(0)]
+
+
+# ---------------------------------------------------------------------- controllers in advance
 
 
 def test_a_controller_in_advance_that_is_stopped_is_not_handed_out() -> None:
@@ -270,46 +428,19 @@ def test_a_controller_in_advance_that_is_stopped_is_not_handed_out() -> None:
 
 @pytest.mark.parametrize(("ends", "how"), [("exit 3", "exit code 3"), ("kill -9 $$", "SIGKILL")])
 def test_a_controller_in_advance_that_ends_when_it_is_handed_out_says_how(
-    host: Host, selector: selectors.BaseSelector, ends: str, how: str
+    host: TestHost, selector: selectors.BaseSelector, ends: str, how: str
 ) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(["sh", "-c", f"read work; {ends}"], stdin=pipe, stdout=pipe) as process:
         host._controllers._ready = process
         told: list[dict[str, Any]] = []
-        host._hand_out(SimpleNamespace(tell=told.append), {}, 5)
+        host._hand_out(SimpleNamespace(tell=told.append), {}, 5)  # type: ignore[arg-type]
         for key, _ in selector.select(10):
             key.data()
     assert order_of(told[0]) == ControllerAnswer(5, process.pid, {"ended": how})
 
 
-def test_who_is_looked_at_is_reported_only_if_it_is_stopped(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    reports: list[Event] = []
-    monkeypatch.setattr(host, "_report", reports.append)
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        host.processes[0] = process
-        host.obey(Look(0))
-        assert reports == []
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        host.obey(Look(0))
-        assert reports == [Stopped(0)]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_first_start_waits_for_as_long_as_it_takes_and_says_so(
-    host: Host, caplog: pytest.LogCaptureFixture
-) -> None:
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        host.processes[0] = process
-        host.obey(Awaited(0, "has not reached lastwords.run(main)", None))
-    finally:
-        process.kill()
-        process.wait()
-    golden.says("\n".join(caplog.messages).replace(str(process.pid), "PID"))
+# ---------------------------------------------------------------------- what is short
 
 
 class Shortage:
@@ -325,7 +456,10 @@ class Shortage:
         self.done += 1
 
 
-def test_what_is_short_is_waited_for_and_said_once(host: Host, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_short_is_waited_for_and_said_once(
+    host: TestHost, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    host._restock_due_s = None
     act = Shortage(module.SHORTAGE_TRIES_MAX)
     host._try("process 7 cannot be watched", act)
     while not act.done:
@@ -337,49 +471,26 @@ def test_what_is_short_is_waited_for_and_said_once(host: Host, clock: Clock, cap
     golden.says("\n".join(caplog.messages))
 
 
-def test_a_shortage_that_lasts_and_any_other_failure_end_the_job(
-    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[Event] = []
-    monkeypatch.setattr(host, "_report", reports.append)
+def test_a_shortage_that_lasts_and_any_other_failure_end_the_job(host: TestHost, clock: Clock) -> None:
     host._try("process 7 cannot be watched", Shortage(1, errno.EPERM))
     host._try("process 7 cannot be watched", Shortage(module.SHORTAGE_TRIES_MAX + 1))
     for _ in range(module.SHORTAGE_TRIES_MAX - 1):
         clock.now_s += module.SHORTAGE_PAUSE_S
         host.tick()
-    assert len(reports) == 1
+    assert len(host.events) == 1
     clock.now_s += module.SHORTAGE_PAUSE_S
     host.tick()
-    golden.says("\n".join(report.why for report in reports if isinstance(report, Lost)))
-
-
-def test_a_replacement_that_cannot_be_started_for_want_of_processes_is_started_later(
-    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[Event] = []
-    monkeypatch.setattr(host, "_report", reports.append)
-    start, shortage = module.Process, Shortage(3, errno.EAGAIN)
-    monkeypatch.setattr(module, "Process", lambda *what, **how: (shortage(), start(*what, **how))[1])
-    host._context.stdouts = host._context.stderrs = {0: ""}
-    host._context.error_files = {0: os.devnull}
-    host.obey(Start(0))
-    while not shortage.done:
-        assert host.due_in_s == pytest.approx(module.SHORTAGE_PAUSE_S)
-        clock.now_s += module.SHORTAGE_PAUSE_S
-        host.tick()
-    assert reports == [], "a process that never was has not ended"
-    assert host.processes[0].pid == 1
+    golden.says("\n".join(one.why for one in host.of(Lost)))
 
 
 def test_a_connection_that_cannot_be_taken_is_taken_later(
-    host: Host, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    host: TestHost, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    host.begin()
     accept, shortage = host._server.accept, Shortage(1)
     monkeypatch.setattr(host, "_server", Accepts(host._server, lambda: (shortage(), accept())[1]))
-    host._selector.register(host._server, selectors.EVENT_READ, host._accept)
-    host._server.listen()
-    with socket.socket(socket.AF_UNIX) as worker:
-        worker.connect(host._server.getsockname())
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.connect(host._server.getsockname())
         host._accept()
         assert not host._selector.select(0), "or it would be tried again without a pause"
         clock.now_s += module.SHORTAGE_PAUSE_S
@@ -397,88 +508,116 @@ class Accepts:
         return getattr(self._one, name)
 
 
-def test_that_a_spare_has_taken_a_place_is_reported_and_of_a_new_process_nothing(
-    host: Host, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[Event] = []
-    monkeypatch.setattr(host, "_report", reports.append)
-    host._context.stdouts = host._context.stderrs = {0: ""}
-    host._context.error_files = {0: os.devnull}
-    host._spares.restock()
-    (spare,) = host._spares._waiting
-    host.obey(Start(0))
-    assert reports == [], "it is not ready"
-    spare.ready, spare.link = True, SimpleNamespace(tell=lambda message: None)  # type: ignore[assignment]
-    spare.process.proc.poll = lambda: None
-    host.obey(Start(0))
-    assert reports == [Imported(0)]
+# ---------------------------------------------------------------------- what ranks say
 
 
 class Told:
-    """A worker's connection to a host, whose process is this one or a child of it."""
+    """Rank 0's connection to its host."""
 
-    def __init__(self, host: Host, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, host: TestHost) -> None:
         self._host = host
-        host.processes[0] = process
-        host._server.listen()
-        host._selector.register(host._server, selectors.EVENT_READ, host._accept)
-        self._pid = process.pid
+        host.begin()
+        host.events.clear()
+        self._pid = host.has().pid
         self.link = self.connect()
 
     def connect(self, version: int = PROTOCOL) -> socket.socket:
         link = socket.socket(socket.AF_UNIX)
         link.connect(self._host._server.getsockname())
-        self.turn()
+        self._host.turn()
         self.say(link, Hello(0, self._pid, version))
         return link
 
     def say(self, link: socket.socket, report: Report) -> None:
         send(link, to_launcher(report))
-        self.turn()
-
-    def turn(self) -> None:
-        for key, _ in self._host._selector.select(0.3):
-            key.data()
+        self._host.turn()
 
 
 @pytest.fixture
-def told(host: Host) -> Iterator[Told]:
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+def told(host: TestHost) -> Iterator[Told]:
+    told = Told(host)
+    yield told
+    told.link.close()
+
+
+def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_not_taken(host: TestHost) -> None:
+    """One that is refused ends as soon as it has come."""
+    host.begin()
+    process = host.has()
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(host._server.getsockname())
+        for report in (Hello(0, process.pid, PROTOCOL), Raised("no such setting", lasting=True)):
+            send(link, to_launcher(report))
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    seen = {key.fileobj: key.data for key, _ in host._selector.select(1)}
+    assert [*seen] != [host._server]
+    for fileobj in sorted(seen, key=lambda one: one is host._server):
+        seen[fileobj]()  # in the same turn; nobody is there any more
+    assert [(one.raised, one.lasting) for one in host.of(Ended)] == [("no such setting", True)]
+
+
+def test_what_a_process_has_said_is_not_taken_for_what_the_next_one_in_the_same_shell_says(
+    host: TestHost, told: Told
+) -> None:
+    told.say(told.link, Raised("no such setting", lasting=True))
+    told.link.close()
+    host.turn()
+    told.connect().close()
+    os.kill(host.process.pid, signal.SIGKILL)
+    host.until(Ended)
+    assert [(one.code, one.raised, one.lasting) for one in host.of(Ended)] == [(-9, "", False)]
+
+
+def test_what_is_left_of_an_earlier_generation_is_not_heard(host: TestHost, told: Told) -> None:
+    """A child of a rank, in a session of its own, which has kept the connection."""
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        yield Told(host, process)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(host._server.getsockname())
+            host.turn()
+            for report in (Hello(0, stranger.pid, PROTOCOL), Over(OWN)):
+                told.say(link, report)
     finally:
-        process.kill()
-        process.wait()
+        stranger.kill()
+        stranger.wait()
+    assert host.events == []
 
 
 def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
-    host: Host, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: TestHost, told: Told, tmp_path: Path
 ) -> None:
-    events: list[Event] = []
-    monkeypatch.setattr(host, "_report", events.append)
     host.end()
+    assert host.asked.ended
     assert told.link.recv(1 << 16).endswith(b"\n"), "it is dismissed"
     assert not told.link.recv(1), "and hears nothing more"
     record = str(tmp_path / "incidents.jsonl")
-    send(told.link, to_launcher(Waiting(OWN, 7, record)))
-    host.processes[0].terminate()
-    host.processes[0].wait()
-    assert host.left() == Left({0: -signal.SIGTERM}, 7, Path(record))
-    assert events == [], "nobody is replaced any more"
+    send(told.link, to_launcher(Left(OWN, 7, record)))
+    os.kill(host.process.pid, signal.SIGTERM)
+    host.process.wait()
+    assert host.left() == HowLeft({0: -signal.SIGTERM}, 7, Path(record))
+    assert host.events == [], "nobody begins again"
 
 
-def test_what_a_rank_has_saved_before_its_launcher_ends_is_not_forgotten(host: Host, told: Told) -> None:
-    """All have entered `main` again, and none trains yet; a process that is new knows of nothing."""
-    told.say(told.link, Waiting(0, 13, "/ckpt/logs/incidents.jsonl"))
-    told.say(told.link, Waiting(0))
+def test_what_a_rank_has_saved_before_its_launcher_ends_is_not_forgotten(host: TestHost, told: Told) -> None:
+    """All have been forked again, and none trains yet; a process that is new knows of nothing."""
+    told.say(told.link, Left(0, 13, "/ckpt/logs/incidents.jsonl"))
+    told.say(told.link, Left(0))
     host.end()
-    host.processes[0].terminate()
-    host.processes[0].wait()
-    assert host.left() == Left({0: -signal.SIGTERM}, 13, Path("/ckpt/logs/incidents.jsonl"))
+    os.kill(host.process.pid, signal.SIGTERM)
+    host.process.wait()
+    assert host.left() == HowLeft({0: -signal.SIGTERM}, 13, Path("/ckpt/logs/incidents.jsonl"))
 
 
-def test_a_mistake_of_the_launchers_own_is_not_taken_for_a_workers(
-    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_who_leaves_as_its_controller_has_told_it_has_not_failed(host: TestHost, told: Told) -> None:
+    told.say(told.link, Left(0, 13, ""))
+    os.kill(host.process.pid, signal.SIGKILL)
+    host.until(Ended)
+    assert host.failures == {}
+
+
+def test_a_mistake_of_the_launchers_own_is_not_taken_for_a_ranks(
+    host: TestHost, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[Event] = []
 
@@ -496,29 +635,23 @@ def test_a_mistake_of_the_launchers_own_is_not_taken_for_a_workers(
 
 
 def test_what_is_not_understood_is_told_and_ends_that_connection_only(
-    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: TestHost, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[Event] = []
-    monkeypatch.setattr(host, "_report", heard.append)
     for _ in range(2):
         send(told.link, {"kind": "Begun", "step": "x", "inexact": ""})
-        told.turn()
-        assert told.link.recv(1) == b"", "so it ends where it would wait, and is replaced"
+        host.turn()
+        assert told.link.recv(1) == b""
         told.link = told.connect()
     told.say(told.link, Over(OWN))
-    assert heard == [Over(0)]
-    golden.says("\n".join(caplog.messages).replace(str(host.processes[0].pid), "PID"))
+    assert host.events == [Over(0)]
+    golden.says("\n".join(caplog.messages).replace(str(host.process.pid), "PID"))
 
 
-def test_a_worker_of_another_version_ends_the_job_and_is_told_what_to_do(
-    host: Host, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[Event] = []
-    monkeypatch.setattr(host, "_report", heard.append)
+def test_a_rank_of_another_version_ends_the_job_and_is_told_what_to_do(host: TestHost, told: Told) -> None:
     with told.connect(PROTOCOL + 1) as link:
         (message,) = Lines().feed(link.recv(1 << 16))
         assert link.recv(1) == b""
-    order, (lost,) = order_of(message), heard
+    order, (lost,) = order_of(message), host.events
     assert isinstance(lost, Lost)
     assert order == Refused(lost.why)
-    golden.says(lost.why.replace(str(host.processes[0].pid), "PID"))
+    golden.says(lost.why.replace(str(host.process.pid), "PID"))

@@ -66,6 +66,8 @@ def test_a_launcher_passes_signals_on_and_when_it_is_terminated_nothing_is_lost(
     assert launcher.wait(60) != 0
     assert load.latest(tmp_path / "ckpt") is not None, launcher.job.report()
     assert all(is_gone(pid) for pid in workers)
+    said = (launcher.job.directory / "healing.err").read_text().splitlines()
+    assert sum(line.startswith("lastwords: ") for line in said) == RANKS, "each was asked to stop, and misses nobody"
 
 
 @pytest.mark.parametrize("launcher", [{"env": {"OWN_SIGUSR1": "1"}}], ids=["own handler"], indirect=True)
@@ -79,12 +81,3 @@ def test_sigusr1_to_a_rank_or_to_the_launcher_is_a_checkpoint_now(launcher: Proc
     until(lambda: load.latest(tmp_path / "ckpt") != first, "another checkpoint")
     until((tmp_path / "told-1").exists, "the rank whose script handles it")
     assert not any(is_gone(pid) for pid in ranks)
-
-
-def test_without_a_launcher_a_death_ends_the_job_with_a_checkpoint(launcher: Process, tmp_path: Path) -> None:
-    workers = [pids(tmp_path, rank)[0] for rank in range(RANKS)]
-    launcher.kill()
-    launcher.wait(60)
-    os.kill(workers[1], signal.SIGKILL)
-    until(lambda: all(is_gone(pid) for pid in workers), "the survivors end")
-    assert load.latest(tmp_path / "ckpt") is not None, launcher.job.report()

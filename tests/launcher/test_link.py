@@ -15,25 +15,25 @@ import pytest
 from lastwords.errors import FormatError
 from lastwords.launcher import head, link
 from lastwords.launcher.events import (
-    Abandon,
     Awaited,
     Begun,
     Effect,
+    End,
     Ended,
     Enter,
     Event,
+    Guarded,
     Kill,
+    Left,
     Lost,
     Over,
-    Start,
+    Ready,
     Stop,
     Updated,
-    Waiting,
 )
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Complaints, Connection, Inbox, Lines, send
 from lastwords.launcher.protocol import PROTOCOL, Introduction, effect_of, event_of, to_message
-from lastwords.launcher.versions import Sources
 from tests import golden
 from tests.launcher.test_scheduler import reset
 
@@ -41,9 +41,8 @@ from tests.launcher.test_scheduler import reset
 @pytest.mark.parametrize(
     "what",
     [
-        Waiting(3, 7, "/logs/incidents.jsonl", "b"), Sources(3, {"/a": "b"}),
-        Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
-        Start(1), Enter(4, 29500), Abandon(0), Kill(2, "late"), Awaited(2, "late", 5.5), Stop(None), Stop("why"),
+        Ready(3, 7), Left(3, 7, "/logs/incidents.jsonl"), Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
+        Enter(4, 29500), End(0), Kill(2, "late"), Awaited(2, "late", 5.5), Stop(None), Stop("why"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -52,9 +51,7 @@ def test_events_and_effects_come_through_as_they_are(what: Event | Effect) -> No
     assert (event_of if isinstance(what, Event) else effect_of)(line) == what
 
 
-@pytest.mark.parametrize(
-    "line", [{}, {"kind": "Tick"}, {"kind": "Ended", "rank": "zero", "code": 1}, {"kind": "Start"}]
-)
+@pytest.mark.parametrize("line", [{}, {"kind": "Tick"}, {"kind": "Ended", "rank": "zero", "code": 1}, {"kind": "End"}])
 def test_anything_else_is_refused(line: dict[str, object]) -> None:
     with pytest.raises(FormatError):
         event_of(line)
@@ -87,15 +84,18 @@ def test_the_head_directs_the_ranks_of_another_host() -> None:
     job = Job()
     other = job.uplink()
     job.turn(2)
-    other.report(Waiting(1))
-    job.head.hear(Waiting(0))
+    other.report(Ready(1))
+    job.head.hear(Ready(0))
     job.turn(3)
     (entered,) = job.there
     assert isinstance(entered, Enter)
     assert [entered] == job.here
+    other.report(Guarded(1))
     other.report(Ended(1, -9))
     job.turn(3)
-    assert Start(1) in job.there
+    job.head.hear(Ended(0, 75))
+    job.turn(3)
+    assert job.there[1:] == job.here[1:] != [], "all ranks begin anew"
     other.end()
     job.listener.end()
 
@@ -105,10 +105,10 @@ def test_a_connection_that_is_reset_before_it_is_taken_does_not_end_the_head() -
     reset(socket.create_connection(("127.0.0.1", json.loads(job.invitation)["port"]), 10))
     other = job.uplink()
     job.turn(3)
-    other.report(Waiting(1))
-    job.head.hear(Waiting(0))
+    other.report(Ready(1))
+    job.head.hear(Ready(0))
     job.turn(3)
-    assert job.here == job.there, "both ranks enter `main`"
+    assert job.here == job.there, "both ranks begin"
     other.end()
     job.listener.end()
 
@@ -176,7 +176,7 @@ def test_the_launcher_of_a_host_that_is_lost_after_the_rendezvous_ends_the_job(
     monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
     one = Head(2, 0, "127.0.0.1")
     one.has_host(range(1), told.append)
-    one.hear(Waiting(0))
+    one.hear(Ready(0))
     while not told:
         assert one.due_in_s is not None, "all wait for ever"
         now_s[0] += one.due_in_s
@@ -252,9 +252,9 @@ def test_what_a_stranger_sends_ends_his_connection_only(line: str) -> None:
             stranger.sendall(line.encode() + b"\n")
         job.turn(6)
     assert job.here == job.there == []
-    other.report(Ended(1, 1))
+    other.report(Lost("why"))
     job.turn(3)
-    assert len(job.there) == 1
+    assert job.there == [Stop("why")]
     job.listener.end()
 
 
@@ -293,14 +293,14 @@ def test_a_mistake_of_the_heads_own_is_not_taken_for_a_launchers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def mistake(event: Event) -> None:
-        if isinstance(event, Waiting):
+        if isinstance(event, Ready):
             raise FormatError("of a file that was read, say")
 
     job = Job()
     other = job.uplink()
     job.turn(2)
     monkeypatch.setattr(job.head, "hear", mistake)
-    other.report(Waiting(1))
+    other.report(Ready(1))
     with pytest.raises(FormatError):
         job.turn(3)
     assert caplog.messages == []

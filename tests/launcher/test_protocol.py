@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import os
+import re
+import socket
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from lastwords.errors import FormatError
-from lastwords.launcher.events import Abandon, Begun, Inside, Kill, Over, Updated, Waiting
+from lastwords.errors import ConfigError, FormatError
+from lastwords.launcher.events import (
+    Begun,
+    End,
+    Ended,
+    Guarded,
+    Inside,
+    Kill,
+    Left,
+    Look,
+    Over,
+    Ready,
+    Stopped,
+    Updated,
+)
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Complaints, Inbox, Lines
 from lastwords.launcher.protocol import (
     KINDS,
@@ -20,8 +40,6 @@ from lastwords.launcher.protocol import (
     PROTOCOL,
     Applicant,
     Beat,
-    Become,
-    Controlled,
     ControllerAnswer,
     ControllerWanted,
     Dismissed,
@@ -30,9 +48,7 @@ from lastwords.launcher.protocol import (
     Hello,
     Order,
     Raised,
-    Ready,
     Report,
-    SchedulerGone,
     Seat,
     difference,
     order_of,
@@ -41,12 +57,13 @@ from lastwords.launcher.protocol import (
     to_worker,
 )
 from lastwords.launcher.registry import Refused
-from lastwords.launcher.versions import Ask, Sources
+from lastwords.optim_wrapper.launch import reporter
+from lastwords.optim_wrapper.launch.reporter import Reporter
 from tests import golden
 
 RANK = 3
 
-FORM = (1, "1f5e920b85ebc1f2")
+FORM = (2, "43f796c1730fe8eb")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -80,9 +97,10 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "said",
     [
-        Hello(None, 7, PROTOCOL), Hello(0, 7, PROTOCOL), Ready(), Waiting(RANK, 7, "/logs/incidents.jsonl", "b", 1),
-        Sources(RANK, {"/a": "b"}), Inside(RANK, 1, True, 2), Begun(RANK, 1, "late"), Updated(RANK), Over(RANK),
-        Controlled("/state"), ControllerWanted({"spec": "{}"}, 5), Raised("ValueError: x", lasting=False), Done(),
+        Hello(0, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
+        Begun(RANK, 1, "late", resumes=False), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
+        Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
+        ControllerWanted({"spec": "{}"}, 5), Raised("ValueError: x", lasting=False), Done(),
     ],
     ids=repr,
 )  # fmt: skip
@@ -95,9 +113,9 @@ def test_what_a_worker_says_comes_through_with_the_rank_of_its_connection(said: 
 @pytest.mark.parametrize(
     "said",
     [
-        Ask(OWN), Abandon(OWN), Kill(OWN, "late"), Entry(4, 29500, 7), Entry(4, 29500, 7, Seat(0, 2, "node-1")),
-        Become({"RANK": "1"}, "/out", ""), ControllerAnswer(5), ControllerAnswer(5, 7, {"port": 1}), Dismissed("why"),
-        SchedulerGone(), Refused("why", later=True), Done(), Beat(),
+        End(OWN), Kill(OWN, "late"), Look(OWN), Entry(4, 29500, 7), Entry(4, 29500, 7, Seat(0, 2, "node-1")),
+        ControllerAnswer(5), ControllerAnswer(5, 7, {"port": 1}), Dismissed("why"), Refused("why", later=True), Done(),
+        Beat(),
     ],
     ids=repr,
 )  # fmt: skip
@@ -105,14 +123,170 @@ def test_what_a_worker_is_told_comes_through(said: Order) -> None:
     assert order_of(wire(to_worker(said))) == said
 
 
+class Launcher:
+    """Where a rank's words go to, and what is answered."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "agent")
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(self.path)
+        self._server.listen()
+        self._lines = Lines()
+
+    @functools.cached_property
+    def link(self) -> socket.socket:
+        return self._server.accept()[0]
+
+    def hears(self) -> list[Report]:
+        """All that has been said so far."""
+        found: list[Report] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
+                found += [report_of(RANK, said) for said in self._lines.feed(data)]
+        return found
+
+    def says(self, *orders: Order) -> None:
+        self.link.sendall(b"".join(json.dumps(to_worker(order)).encode() + b"\n" for order in orders))
+
+    def end(self) -> None:
+        self._server.close()
+        if "link" in vars(self):
+            self.link.close()
+
+
+@pytest.fixture
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    one = Launcher(tmp_path_factory.mktemp("l"))
+    yield one
+    one.end()
+
+
+SAYINGS: list[tuple[Callable[[Reporter], object], Report]] = [
+    (lambda one: one.guarded(Path("/state")), Guarded(RANK, "/state")),
+    (lambda one: one.guarded(None), Guarded(RANK)),
+    (lambda one: one.begun(7, "late", resumes=False), Begun(RANK, 7, "late", resumes=False)),
+    (lambda one: one.updated(), Updated(RANK)),
+    (lambda one: one.over(), Over(RANK)),
+    (lambda one: one.left(7, Path("/logs")), Left(RANK, 7, "/logs")),
+    (lambda one: one.left(0, None), Left(RANK)),
+    (lambda one: one.raised("ValueError: x", lasting=True), Raised("ValueError: x", lasting=True)),
+]
+
+
+def test_what_a_rank_says_by_hand_is_understood_with_all_its_fields(launcher: Launcher) -> None:
+    one = Reporter(launcher.path, RANK, step=7)
+    for say, _ in SAYINGS:
+        say(one)
+    assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), *(said for _, said in SAYINGS)]
+    kinds = re.findall(r'_say\("(\w+)"', Path(reporter.__file__).read_text(encoding="utf-8"))
+    assert {*kinds} == {type(said).__name__ for _, said in SAYINGS}
+
+
+def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
+    """A loop that comes after that begins anywhere."""
+    one = Reporter(launcher.path, RANK, step=7)
+    assert one.goes_on_at == 7
+    one.begun(7, "", resumes=True)
+    assert one.goes_on_at == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ((ControllerAnswer(2, 8), ControllerAnswer(1, 7, {"port": 1})), (7, {"port": 1})),
+        ((ControllerAnswer(1),), None),
+        ((), None),
+    ],
+    ids=["one", "none", "no launcher"],
+)
+def test_a_rank_asks_for_a_controller_and_understands_the_answer(
+    launcher: Launcher, answers: tuple[Order, ...], found: object
+) -> None:
+    one, got = Reporter(launcher.path, RANK), list[object]()
+    asks = threading.Thread(target=lambda: got.append(one.controller({"spec": "{}"})))
+    asks.start()
+    launcher.says(*answers)
+    if not answers:
+        launcher.end()
+    asks.join()
+    assert got == [found]
+    if answers:
+        assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), ControllerWanted({"spec": "{}"}, 1)]
+
+
+def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
+    one = Reporter(launcher.path, RANK)
+    one.updated()
+    launcher.says(Refused("it speaks another version"))
+    with golden.raises(ConfigError):
+        one.controller({})
+
+
+def test_a_rank_knows_the_launcher_and_whether_that_ends(launcher: Launcher) -> None:
+    one = Reporter(launcher.path, RANK)
+    assert not one.dismissed
+    assert one.launcher_pid == os.getpid()
+    launcher.says(Beat())
+    assert not one.dismissed
+    launcher.says(Dismissed())
+    assert one.dismissed
+
+
+def test_a_rank_that_has_to_know_whether_the_launcher_ends_does_not_wait_for_its_word(launcher: Launcher) -> None:
+    """All others would wait for this rank; for an answer it waits as before."""
+    one, got = Reporter(launcher.path, RANK), list[object]()
+    one.updated()
+    looks = threading.Thread(target=lambda: got.append(one.dismissed), daemon=True)
+    looks.start()
+    looks.join(reporter.ANSWER_S / 2)
+    assert got == [False]
+    asks = threading.Thread(target=lambda: got.append(one.controller({})), daemon=True)
+    asks.start()
+    while not any(isinstance(said, ControllerWanted) for said in launcher.hears()):
+        pass
+    launcher.says(ControllerAnswer(1, 7))
+    asks.join()
+    assert got == [False, (7, {})]
+
+
+def test_where_the_launcher_has_ended_nothing_is_said_and_nobody_waits(launcher: Launcher) -> None:
+    one = Reporter(launcher.path, RANK)
+    one.updated()
+    launcher.hears()
+    launcher.end()
+    for say, _ in SAYINGS:
+        say(one)
+    assert one.controller({}) is None
+    assert not one.dismissed
+    never = Reporter(f"{launcher.path}-of-another", RANK)
+    never.updated()
+    assert never.launcher_pid is None
+
+
+def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "_reporter", None)
+    monkeypatch.setenv(reporter.LAUNCHER, f"7 {launcher.path}")
+    monkeypatch.setenv("RANK", str(RANK))
+    one = reporter.reporter()
+    assert one is not None
+    assert (one.goes_on_at, reporter.LAUNCHER in os.environ) == (7, False)
+    pid = os.fork()
+    if not pid:
+        one.updated()
+        os._exit(reporter.reporter() is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    one.over()
+    assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), Over(RANK)]
+
+
 @pytest.mark.parametrize(
     "message",
     [
         {},
-        {"kind": "Ended", "code": 0, "how": ""},
+        {"kind": "Lost", "why": ""},
         {"kind": ["Begun"]},
-        {"kind": "Begun", "step": "x", "inexact": ""},
-        {"kind": "Waiting", "step": 0, "record": "", "sources": ""},
+        {"kind": "Begun", "step": "x", "inexact": "", "resumes": True},
+        {"kind": "Begun", "step": 0, "inexact": ""},
         {"kind": "Entry", "generation": 1, "port": 1},
         {"kind": "x" * 1000},
     ],
@@ -190,9 +364,9 @@ def test_a_line_of_a_stranger_is_short(end: bytes) -> None:
 
 def test_whoever_shows_the_token_may_go_on_at_once_with_a_long_line() -> None:
     lines = Lines(STRANGER_LINE_BYTES_MAX)
-    long = {"kind": "Sources", "files": dict.fromkeys(map(str, range(10_000)), "digest")}
+    long = {"kind": "ControllerWanted", "work": dict.fromkeys(map(str, range(10_000)), "digest")}
     found = []
     for message in lines.feed(b'{"kind": "Introduction"}\n' + json.dumps(long).encode() + b"\n"):
         found.append(message["kind"])
         lines.line_bytes_max = LINE_BYTES_MAX
-    assert found == ["Introduction", "Sources"]
+    assert found == ["Introduction", "ControllerWanted"]

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import lastwords
+from lastwords.controller import launch as controller_launch
 from lastwords.launcher import head
-from lastwords.launcher.events import UNKNOWN_CODE, Begun, Ended, Updated, Waiting
+from lastwords.launcher.events import UNKNOWN_CODE, Begun, End, Ended, Event, Gone, Guarded, Left, Ready, Updated
 from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, last_sentence, sentence
 from lastwords.liveness.endings import OomKills, ending_text
-from lastwords.optim_wrapper.trainer import reentry
+from lastwords.optim_wrapper.launch import reporter
 from tests import golden
 from tests.shortage import no_threads
 
@@ -23,10 +24,8 @@ KILLED = -9
 
 
 def training(ranks: int = 3) -> Recovery:
-    """All have entered `main` at 10 s and have taken a step."""
+    """All have begun at 10 s and have taken a step."""
     recovery = Recovery(tuple(range(ranks)))
-    for rank in range(ranks):
-        recovery.waiting(rank, 0, 9.0)
     recovery.entered(0, 10.0)
     for rank in range(ranks):
         recovery.begun(rank, 31, 10.5)
@@ -35,7 +34,7 @@ def training(ranks: int = 3) -> Recovery:
 
 
 def again(recovery: Recovery, ranks: int = 3) -> dict[str, Any]:
-    """All wait, enter and take a step; the record that comes with the last one."""
+    """All begin anew and take a step; the record that comes with the last one."""
     recovery.entered(1, 20.4)
     lines = [recovery.updated(rank, 20.5 + rank / 10) for rank in range(ranks)]
     assert lines[:-1] == [None] * (ranks - 1)
@@ -52,28 +51,26 @@ def test_as_long_as_nobody_dies_there_is_no_record() -> None:
     assert recovery.updated(0, 12.0) is None
 
 
-def test_the_record_has_survivors_and_the_replaced() -> None:
+def test_the_record_has_the_dead_and_those_that_have_left() -> None:
     recovery = training()
     recovery.died(1, KILLED, 20.0)
-    recovery.waiting(0, 31, 20.1)
-    recovery.waiting(2, 31, 20.2)
-    recovery.waiting(1, 0, 20.3)
+    recovery.left(0, 31, 20.1)
+    recovery.left(2, 31, 20.2)
     record = again(recovery)
     assert (record["outcome"], record["entry"], record["step"]) == (OUTCOME, 1, 31)
     assert (record["began_mono_s"], record["died_mono_s"]) == (10.0, 20.0)
     assert times(record, "left") == {0: 20.1, 2: 20.2}
-    assert times(record, "ready") == {1: 20.3}
+    assert times(record, "entered") == {None: 20.4}
     assert times(record, "updated") == {0: 20.5, 1: 20.6, 2: 20.7}
     recovery.died(0, KILLED, 30.0)
     assert again(recovery)["began_mono_s"] == 20.4
 
 
-def test_a_survivor_that_leaves_before_the_death_is_seen_is_in_the_record() -> None:
+def test_a_rank_that_leaves_before_the_death_is_seen_is_in_the_record() -> None:
     recovery = training()
-    recovery.waiting(0, 31, 20.1)
+    recovery.left(0, 31, 20.1)
     recovery.died(1, KILLED, 20.2)
-    recovery.waiting(2, 31, 20.2)
-    recovery.waiting(1, 0, 20.3)
+    recovery.left(2, 31, 20.2)
     record = again(recovery)
     assert times(record, "left") == {0: 20.1, 2: 20.2}
     assert record["died_mono_s"] == 20.1
@@ -82,19 +79,16 @@ def test_a_survivor_that_leaves_before_the_death_is_seen_is_in_the_record() -> N
 def test_a_rank_that_dies_before_all_train_again_belongs_to_the_same_recovery() -> None:
     recovery = training()
     recovery.died(1, KILLED, 20.0)
-    for rank in range(3):
-        recovery.waiting(rank, 31, 20.1)
+    recovery.left(0, 31, 20.1)
     recovery.entered(1, 20.2)
     assert [recovery.updated(rank, 20.25) for rank in (0, 1)] == [None, None]
     recovery.died(2, KILLED, 20.3)
-    for rank in range(3):
-        recovery.waiting(rank, 31, 20.35)
     record = again(recovery)
     assert {one["rank"] for one in record["events"] if one["what"] == "died"} == {1, 2}
     assert "rank 1 died (SIGKILL), rank 2 died (SIGKILL)" in sentence(json.dumps(record), None)
 
 
-def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_that_of_its_replacements() -> None:
+def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_those_that_follow() -> None:
     recovery = training()
     recovery.died(1, KILLED, 20.0)
     recovery.died(1, 1, 20.1)
@@ -115,49 +109,44 @@ def test_where_the_resume_is_not_exact_the_sentence_does_not_say_that_nothing_is
     golden.says(sentence(line, {"known_mono_s": 20.0, "events": []} if saved else None))
 
 
-class Told(reentry.Leaver):
-    """In place of the stay in `main`: what a run says of itself."""
+class Told(reporter.Reporter):
+    """Of which no launcher hears."""
 
-    begins: tuple[int, str] | None = None
-    run: reentry.Running | None = None
+    begins: tuple[int, str, bool] | None = None
 
-    def started(self, run: reentry.Running) -> None:
-        self.run = run
-
-    def begun(self, step: int, inexact: str) -> None:
-        self.begins = step, inexact
+    def begun(self, step: int, inexact: str, *, resumes: bool) -> None:
+        self.begins = step, inexact, resumes
 
 
 @pytest.mark.process
 def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, told, newest = torch.get_num_threads(), list[tuple[int, str] | None](), list[int]()
+    threads, told = torch.get_num_threads(), list[tuple[int, str, bool] | None]()
+    monkeypatch.setattr(controller_launch, "use_waiting", lambda ask: None)
     try:
         for more in (0, 1):
             torch.set_num_threads(threads + more)
-            leaver = Told()  # type: ignore[abstract]
-            monkeypatch.setattr(reentry, "_leaver", leaver)
+            one = Told(str(tmp_path / "nobody"), 0)
+            monkeypatch.setattr(reporter, "_reporter", one)
             model = torch.nn.Linear(2, 2)
             with lastwords.protect(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)) as tft:
-                tft.resume(missing_ok=True)
+                if more:
+                    tft.resume(missing_ok=True)
                 for _, _, batch in tft.steps([torch.ones(1, 2)], epochs=1 + more):
                     tft.optimizer.zero_grad()
                     model(batch).sum().backward()
                     tft.optimizer.step()
                 tft.save()
-            told.append(leaver.begins)
-            assert leaver.run is not None
-            newest.append(leaver.run.newest_step())
+            told.append(one.begins)
     finally:
         torch.set_num_threads(threads)
-    assert newest == [1, 2]
-    assert told[0] == (0, "")
+    assert told[0] == (0, "", False)
     assert told[1] is not None
-    assert told[1][0] == 1
+    assert (told[1][0], told[1][2]) == (1, True)
     assert "threads" in told[1][1]
 
 
 @pytest.mark.parametrize("reached", [31, 32])
-def test_a_step_that_a_survivor_had_ended_and_that_is_not_saved_is_said_to_be_done_again(reached: int) -> None:
+def test_a_step_that_a_rank_had_ended_and_that_is_not_saved_is_said_to_be_done_again(reached: int) -> None:
     recovery = training()
     recovery.died(1, KILLED, 20.0)
     recovery.entered(1, 20.1)
@@ -224,27 +213,80 @@ def test_the_last_line_of_a_launcher_that_was_ended_says_what_is_saved(
     golden.says(last_sentence(dict(enumerate(codes)), step, lines))
 
 
-def test_without_a_record_of_the_incident_the_sentence_says_where_training_went_on(
-    monkeypatch: pytest.MonkeyPatch,
+class Job:
+    """A head, and the recoveries that it tells of."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lines: queue.Queue[str] = queue.Queue()
+        monkeypatch.setattr(head, "_tell_of", lambda line, record: self.lines.put(line))
+        self.head = head.Head(ranks, 0, "127.0.0.1")
+        self.ordered: list[object] = []
+        self.head.has_host(range(ranks), self.ordered.append)
+        self.hears(*map(Ready, range(ranks)))
+        self.trains()
+
+    def hears(self, *events: Event) -> None:
+        for event in events:
+            self.head.hear(event)
+
+    def trains(self, step: int = 0) -> None:
+        for rank in self.head.core.world:
+            self.hears(Guarded(rank), Begun(rank, step), Updated(rank))
+
+    def recovers(self, *events: Event, step: int = 7) -> str:
+        """The line of JSON."""
+        self.hears(*events)
+        self.trains(step)
+        return self.lines.get(timeout=60)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(2, monkeypatch)
+
+
+def test_without_a_record_of_the_incident_the_sentence_says_where_training_went_on(job: Job) -> None:
+    line = job.recovers(Ended(1, KILLED), Left(0), Ended(0, 76), step=10)
+    assert sentence(line, None).endswith("resumed after step 10")
+
+
+def test_a_recovery_is_told_although_no_thread_can_be_started_for_its_record(
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(head, "_tell_of", lambda line, record: lines.put(line))
-    one = head.Head(1, 0, "127.0.0.1")
-    one.has_host(range(1), lambda effect: None)
-    for event in (Waiting(0), Begun(0), Ended(0, -9), Waiting(0), Begun(0, 10), Updated(0)):
-        one.hear(event)
-    assert sentence(lines.get(timeout=60), None).endswith("resumed after step 10")
-
-
-def test_a_recovery_is_told_although_no_thread_can_be_started_for_its_record(caplog: pytest.LogCaptureFixture) -> None:
     """The thread that decides for all ranks would end with the error, and the job with it."""
-    one = head.Head(1, 0, "127.0.0.1")
-    one.has_host(range(1), lambda effect: None)
-    for event in (Waiting(0), Begun(0), Ended(0, -9), Waiting(0), Begun(0, 10)):
-        one.hear(event)
+    job.hears(Ended(1, KILLED), Left(0, 7), Ended(0, 75))
     with no_threads():
-        one.hear(Updated(0))
+        job.trains(7)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_process_that_ended_by_itself_is_in_the_sentence(job: Job) -> None:
+    line = job.recovers(Ended(1, UNKNOWN_CODE), Left(0, 7), Ended(0, 75))
+    assert sentence(line, None).startswith("rank 1 died (killed or crashed): started again after ")
+
+
+def test_an_exception_is_in_the_record_and_in_the_sentence_in_place_of_an_exit_code(job: Job) -> None:
+    """Its controller has told the rank to leave, as it has the other one."""
+    died = Ended(1, 1, "exit code 1", "ValueError: bad batch")
+    line = job.recovers(Left(1, 7, "/logs"), died, Left(0, 7, "/logs"), Ended(0, 75, "exit code 75"))
+    known = {"what": "ended", "mono_s": 0.0, "rank": 1, "how": "exit code 1"}
+    incident = {"known_mono_s": 0.0, "step": 7, "events": [known]}
+    assert sentence(line, incident).startswith("rank 1 died (ValueError: bad batch): started again after ")
+    ends = [(one["rank"], one["raised"]) for one in json.loads(line)["events"] if one["what"] == "died"]
+    assert ends == [(1, "ValueError: bad batch")]
+
+
+def test_a_rank_that_was_ended_from_here_has_not_died(job: Job) -> None:
+    job.hears(Ended(1, KILLED), Left(0, 7), Ended(0, 75))
+    line = job.recovers(Ended(1, KILLED), Ended(0, 1, raised="RuntimeError: connection closed by peer"), step=7)
+    assert End(0) in job.ordered
+    ends = [one["rank"] for one in json.loads(line)["events"] if one["what"] == "died"]
+    assert ends == [1, 1]
+
+
+def test_a_supervisor_that_ends_takes_its_rank_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(1, monkeypatch)
+    assert sentence(job.recovers(Gone(0), Ready(0)), None).startswith("rank 0 died (killed or crashed)")
 
 
 def test_what_a_controller_writes_meanwhile_stays(tmp_path: Path) -> None:
@@ -271,32 +313,3 @@ def recovered_line() -> str:
     updated = {"what": "updated", "mono_s": 6.0, "rank": 0}
     record = {"outcome": "RECOVERED", "entry": 1, "step": 3, "began_mono_s": 1.0, "died_mono_s": 5.0}
     return json.dumps({**record, "events": [died, updated]})
-
-
-def test_a_process_that_ended_by_itself_and_is_replaced_is_in_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(head, "_tell_of", lambda line, record: lines.put(line))
-    one = head.Head(2, 0, "127.0.0.1")
-    one.has_host(range(2), lambda effect: None)
-    for event in (Waiting(0), Waiting(1), Begun(0), Begun(1), Ended(1, 0), Waiting(0, 7), Waiting(1)):
-        one.hear(event)
-    for rank in (0, 1):
-        one.hear(Updated(rank))
-    assert sentence(lines.get(timeout=60), None).startswith("rank 1 died (exit code 0): replaced after ")
-
-
-def test_what_has_left_main_is_in_the_record_and_in_the_sentence_in_place_of_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(head, "_tell_of", lambda line, record: lines.put(line))
-    one = head.Head(1, 0, "127.0.0.1")
-    one.has_host(range(1), lambda effect: None)
-    died = Ended(0, 1, "exit code 1", "ValueError: bad batch")
-    for event in (Waiting(0), Begun(0), died, Waiting(0, 7), Begun(0, 7), Updated(0)):
-        one.hear(event)
-    line = lines.get(timeout=60)
-    known = {"what": "ended", "mono_s": 0.0, "rank": 0, "how": "exit code 1"}
-    incident = {"known_mono_s": 0.0, "step": 7, "events": [known]}
-    assert sentence(line, incident).startswith("rank 0 died (ValueError: bad batch): replaced after ")
-    assert [one["raised"] for one in json.loads(line)["events"] if one["what"] == "died"] == ["ValueError: bad batch"]

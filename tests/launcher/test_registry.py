@@ -72,7 +72,7 @@ def verdicts(about: str) -> tuple[str, str]:
         if about != "there is none":
             registry.apply("0", has_it, 1, 0.0, runs)
             member = registry.members["0"]
-            member.linked, member.over, member.done = "is connected" in about, "dead" in about, "end of" in about
+            member.linked, member.over, member.done = "is connected" in about, "dead" in about, "its end" in about
         verdict = registry.apply("0", process, 1, now_s, runs)
         if isinstance(verdict, Admitted):
             told.append("admitted, anew" if verdict.anew else "admitted")

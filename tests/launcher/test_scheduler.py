@@ -27,7 +27,7 @@ from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, read_token
 from lastwords.launcher.environment import SCHEDULER, Cluster
-from lastwords.launcher.events import Ended, Event, Inside, Over, Stop, Waiting
+from lastwords.launcher.events import Begun, Ended, Event, Gone, Inside, Left, Over, Ready, Stop
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
 from lastwords.launcher.protocol import (
     OWN,
@@ -37,16 +37,14 @@ from lastwords.launcher.protocol import (
     Beat,
     Dismissed,
     Done,
-    Raised,
+    Report,
     proof_of,
     to_launcher,
     to_message,
 )
-from lastwords.launcher.recovery import UNKNOWN_CODE
 from lastwords.launcher.registry import SILENCE_S, Member, Process, Refused
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.launcher.scheduler import BEAT_S, Scheduler, schedule
-from lastwords.launcher.versions import Sources
 from lastwords.liveness import process_id
 from tests import golden
 from tests.integration.harness import Port
@@ -134,7 +132,7 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
     link.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rig.answers(link, lines) == [{"closed": True}]
     link, lines, _ = rig.connect()
-    send(link, to_launcher(Waiting(OWN, 7)))
+    send(link, to_launcher(Ready(OWN, 7)))
     assert rig.answers(link, lines) == [{"closed": True}]
 
 
@@ -215,21 +213,71 @@ def test_a_process_that_applies_twice_at_once_is_one_worker(rig: Rig) -> None:
     for _ in range(2):
         rig.send(link, nonce, rig.application("0"))
     assert [answer["rank"] for answer in rig.answers(link, lines)] == [0, 0]
-    send(link, to_launcher(Done()))
+    rig.scheduler._head.take_over(3, 7)
+    send(link, to_launcher(Done(3)))
     assert rig.answers(link, lines) == [to_launcher(Done())]
 
 
 def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, lines, nonce = rig.connect()
-    application = rig.application("0")
-    rig.send(link, nonce, application)
-    rig.answers(link, lines)
+    monkeypatch.setattr(module, "KEEP_AGAIN_S", 0.0)
+    link, lines = meet(rig, 0)
+    rig.scheduler._head.take_over(3, 7)
     with monkeypatch.context() as patched:
         patched.setattr(rig.state, "write", no_room)
-        send(link, to_launcher(Done()))
+        send(link, to_launcher(Done(3)))
         assert rig.answers(link, lines) == []
-    send(link, to_launcher(Done()))
     assert rig.answers(link, lines) == [to_launcher(Done())]
+
+
+@pytest.mark.parametrize(
+    ("kept", "entry", "other", "first"),
+    [(3, 3, Ended(OWN, 1), 0), (3, 2, Ended(OWN, 1), 1), (None, 3, Ready(OWN, 3), 1), (None, 3, Ready(OWN, 3), 0)],
+    ids=["its generation is over", "it has not heard that another one has begun", "what was kept is lost", "and late"],
+)
+def test_a_rank_that_has_come_to_its_end_in_vain_takes_part_in_the_next_generation(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, kept: int | None, entry: int, other: Report, first: int
+) -> None:
+    monkeypatch.setattr(process_id, "runs", lambda *_: True)
+    links = [meet(rig, rank) for rank in range(2)]
+    if kept is not None:
+        rig.scheduler._head.take_over(kept, 7)
+    said = other, Done(entry)
+    for rank in (first, 1 - first):
+        send(links[rank][0], to_launcher(said[rank]))
+        answers = rig.answers(*links[1])
+    (begins,) = answers
+    assert (begins["kind"], begins["generation"] > 3) == ("Entry", True)
+    assert not rig.scheduler._member(1).done
+
+
+def test_nothing_begins_while_a_worker_is_not_connected_and_has_not_said_where_it_is(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_id, "runs", lambda *_: True)
+    links = [meet(rig, rank) for rank in range(2)]
+    send(links[0][0], to_launcher(Ready(OWN)))
+    assert rig.answers(*links[0]) == []
+    links[0][0].close()
+    send(links[1][0], to_launcher(Ready(OWN)))
+    assert rig.answers(*links[1]) == []
+    assert rig.scheduler._head._recovery._events == [], "it has not died"
+    again = meet(rig, 0)
+    assert rig.answers(*links[1]) == []
+    send(again[0], to_launcher(Ready(OWN)))
+    assert [rig.answers(*link)[0]["kind"] for link in (again, links[1])] == ["Entry", "Entry"]
+
+
+@pytest.mark.parametrize("end", [Ended(OWN, 1), Ready(OWN, 3), None], ids=["its rank", "meanwhile", "its supervisor"])
+def test_without_recovery_the_first_death_ends_the_job(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: Ended | Ready | None
+) -> None:
+    monkeypatch.setattr(rig.scheduler, "_cluster", dataclasses.replace(rig.cluster, recovery=False))
+    link, _ = train(rig, monkeypatch, runs=end is not None)[1]
+    if end is not None:
+        send(link, to_launcher(end))
+        rig.scheduler._turn(0.05)
+    looks(rig)
+    golden.says(rig.scheduler._result.failure if rig.scheduler._result else "")
 
 
 def test_a_scheduler_that_knows_nothing_takes_the_name_of_the_job_that_runs(rig: Rig) -> None:
@@ -259,13 +307,13 @@ def test_the_next_scheduler_knows_what_one_that_knew_nothing_has_learnt_from_the
         send(link, to_launcher(Inside(OWN, 5, True, 1)))
         assert rig.answers(link, lines) == []
         links.append((link, lines))
-    for said in (Over(OWN), Done()):
+    for said in (Over(OWN), Done(5)):
         send(links[0][0], to_launcher(said))
     assert rig.answers(*links[0]) == [to_launcher(Done())]
     rig.scheduler.close()
     with selectors.DefaultSelector() as selector:
         scheduler = Scheduler(rig.cluster, rig.state, rig.state._read(), selector)
-        assert [scheduler._head.core.place(rank) for rank in range(2)] == [Place.DONE, Place.IN_MAIN]
+        assert [scheduler._head.core.place(rank) for rank in range(2)] == [Place.DONE, Place.RUNNING]
         scheduler.close()
 
 
@@ -306,8 +354,9 @@ def test_what_the_workers_of_a_large_cluster_bring_at_once_is_written_once(
     assert written == [workers]
     assert one.there == ([] if full else [*range(workers)])
     one.answer()
+    one.scheduler._head.take_over(5, 7)
     for link in one.links.values():
-        send(link, to_launcher(Done()))
+        send(link, to_launcher(Done(5)))
     one.turn()
     assert written[1:] == ([] if full else [workers])
     one.close()
@@ -471,7 +520,8 @@ class Return:
         ranks = range(workers if members is None else members)
         before = {str(rank): Member(rank, Process(f"host-{rank}", 1000 + rank, 1)) for rank in ranks}
         with self.state.held():
-            kept = KeptCluster(VERSION, self.cluster.address, workers, "job", self.GENERATION, 7, before)
+            generation = self.GENERATION if len(ranks) == workers else -1
+            kept = KeptCluster(VERSION, self.cluster.address, workers, "job", generation, 7, before)
             self.scheduler = Scheduler(self.cluster, self.state, kept, self._selector)
         self.links: dict[int, socket.socket] = {}
 
@@ -609,36 +659,35 @@ def test_nothing_is_done_for_a_connection_whose_peer_has_gone(tmp_path: Path, mo
 def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
     rig.apply("1", pid=1)
     rig.scheduler._head.take_over(3, 7)
-    assert rig.scheduler._head.core.place(1) is Place.IN_MAIN
+    assert rig.scheduler._head.core.place(1) is Place.RUNNING
     assert rig.apply("1")[0]["rank"] == 1
-    assert rig.scheduler._head.core.place(1) is Place.STARTING, "the end of the process before it is heard of"
+    assert rig.scheduler._head.core.place(1) is Place.ABSENT, "the end of the process before it is heard of"
 
 
-def test_a_worker_that_was_done_is_admitted_again_where_all_enter_main_once_more(rig: Rig) -> None:
+def test_a_worker_that_was_done_is_admitted_again_where_all_ranks_begin_once_more(rig: Rig) -> None:
     """A rank has died after it: where the script has no training loop, nobody knows that it was at the end, too."""
     link, lines, nonce = rig.connect()
     rig.send(link, nonce, rig.application("1", pid=1))
     rig.answers(link, lines)
     rig.apply("0", pid=1)
     rig.scheduler._head.take_over(3, 7)
-    send(link, to_launcher(Done()))
+    send(link, to_launcher(Done(3)))
     rig.answers(link, lines)
     assert rig.apply("1")[0]["done"]
-    rig.scheduler._look()
-    assert rig.scheduler._head.core.place(1) is Place.STARTING, "rank 0 has ended"
+    for _ in range(2):
+        looks(rig)
+    assert rig.scheduler._head.core.place(1) is Place.ABSENT, "rank 0 has ended"
     kept = json.loads((rig.cluster.path / "cluster" / "state.json").read_text())
     assert not kept["members"]["1"]["done"], "the next scheduler has to know it as well"
     assert rig.apply("1")[0]["rank"] == 1
 
 
-def train(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
-    """Both ranks, in two processes that end at once; no turn has been taken since."""
+def train(rig: Rig, monkeypatch: pytest.MonkeyPatch, runs: bool = False) -> list[tuple[socket.socket, Lines]]:
+    """Both ranks, in two processes that end at once, unless they run; no turn has been taken since."""
     monkeypatch.setattr(process_id, "runs", lambda *_: True)
-    links = []
-    for rank in range(2):
-        links.append(meet(rig, rank)[0])
+    links = [meet(rig, rank) for rank in range(2)]
     rig.scheduler._head.take_over(3, 7)
-    monkeypatch.setattr(process_id, "runs", lambda *_: False)
+    monkeypatch.setattr(process_id, "runs", lambda *_: runs)
     return links
 
 
@@ -646,8 +695,8 @@ def test_workers_that_have_ended_while_the_scheduler_was_stopped_are_heard_out(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The select that it was stopped in has seen nothing of what they have said since."""
-    for rank, link in enumerate(train(rig, monkeypatch)):
-        for said in (Over(rank), Done()):
+    for rank, (link, _) in enumerate(train(rig, monkeypatch)):
+        for said in (Over(rank), Done(3)):
             send(link, to_launcher(said))
         link.close()
     looks(rig)
@@ -655,44 +704,28 @@ def test_workers_that_have_ended_while_the_scheduler_was_stopped_are_heard_out(
     assert rig.scheduler._result == Stop(None)
 
 
-def test_what_a_process_has_raised_in_the_moment_of_a_look_is_the_reason_of_its_end(
+def test_how_a_rank_has_ended_is_heard_though_its_supervisor_has_ended_since(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links = train(rig, monkeypatch)
     heard = list[Event]()
     monkeypatch.setattr(rig.scheduler._head, "hear", heard.append)
-    send(links[1], to_launcher(Raised("ImportError: x", lasting=True)))
+    end = Ended(1, 1, raised="ImportError: x", lasting=True)
+    send(links[1][0], to_launcher(end))
     looks(rig)
-    assert heard == [Ended(0, UNKNOWN_CODE), Ended(1, UNKNOWN_CODE, raised="ImportError: x", lasting=True)]
+    assert heard == [end, Gone(0), Gone(1)]
 
 
 def test_a_name_whose_process_has_just_said_that_it_is_done_does_not_change_hands(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links = train(rig, monkeypatch)
-    send(links[1], to_launcher(Done()))
+    send(links[1][0], to_launcher(Done(3)))
     another = Applicant("1", rig.scheduler._host, 7, 1, 2, None, "")
     first, then = rig.scheduler._verdict(another), rig.scheduler._verdict(another)
     assert isinstance(first, Refused)
     assert isinstance(then, Refused)
     assert (first.later, then.done) == (True, True)
-
-
-def test_what_a_process_has_raised_that_never_waited_is_not_the_reason_of_the_next_ones_end(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, lines, nonce = rig.connect()
-    rig.send(link, nonce, rig.application("1", pid=1))
-    rig.answers(link, lines)
-    send(link, to_launcher(Raised("ImportError: x", lasting=True)))
-    rig.answers(link, lines)
-    assert rig.apply("1")[0]["rank"] == 1
-    rig.scheduler._head.take_over(3, 7)
-    heard = list[Event]()
-    monkeypatch.setattr(rig.scheduler._head, "hear", heard.append)
-    monkeypatch.setattr(rig.scheduler, "_runs", lambda _: False)
-    rig.scheduler._look()
-    assert heard == [Ended(1, UNKNOWN_CODE)]
 
 
 def test_a_worker_of_another_version_is_told_what_to_do_and_the_log_says_it_once(
@@ -715,7 +748,7 @@ def test_what_a_worker_says_that_is_not_understood_is_told_once_though_it_comes_
         link, lines, nonce = rig.connect()
         rig.send(link, nonce, rig.application("0"))
         rig.answers(link, lines)
-        send(link, {"kind": "Waiting", "step": 0, "record": "", "sources": ""})
+        send(link, {"kind": "Ready"})
         assert rig.answers(link, lines) == [{"closed": True}]
     (line,) = [one for one in caplog.messages if "not understood" in one]
     golden.says(line.replace(str(os.getpid()), "PID"))
@@ -743,7 +776,7 @@ def test_a_worker_may_say_more_than_a_stranger(rig: Rig) -> None:
     link, lines, nonce = rig.connect()
     rig.send(link, nonce, rig.application("0"))
     rig.answers(link, lines)
-    send(link, to_launcher(Sources(OWN, {"x" * 2 * STRANGER_LINE_BYTES_MAX: "digest"})))
+    send(link, to_launcher(Left(OWN, 7, "x" * 2 * STRANGER_LINE_BYTES_MAX)))
     assert rig.answers(link, lines) == []
 
 
@@ -756,7 +789,7 @@ def test_a_mistake_of_the_schedulers_own_is_not_taken_for_a_workers(
     caplog.clear()
     for mistake in (KeyError(7), FormatError("of a file")):
         monkeypatch.setattr(rig.scheduler._head, "hear", raises(mistake))
-        send(link, to_launcher(Waiting(OWN)))
+        send(link, to_launcher(Begun(OWN)))
         with pytest.raises(type(mistake)):
             rig.answers(link, lines)
     assert caplog.messages == []
@@ -769,7 +802,7 @@ def raises(mistake: Exception) -> Callable[[object], None]:
     return act
 
 
-def test_nobody_enters_main_before_that_is_kept(
+def test_no_generation_begins_before_that_is_kept(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = [100.0]
@@ -782,7 +815,7 @@ def test_nobody_enters_main_before_that_is_kept(
     with monkeypatch.context() as patched:
         patched.setattr(rig.state, "write", no_room)
         for link, lines in workers:
-            send(link, to_launcher(Waiting(OWN)))
+            send(link, to_launcher(Ready(OWN)))
             assert rig.answers(link, lines) == []
         for _ in range(3):
             now_s[0] += KEEP_AGAIN_S

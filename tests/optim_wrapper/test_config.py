@@ -16,6 +16,7 @@ from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch import config
 from lastwords.optim_wrapper.launch.config import Config
+from lastwords.optim_wrapper.launch.reporter import LAUNCHER
 from lastwords.processor.events import ProcessorOptions
 from tests import golden
 
@@ -135,19 +136,12 @@ def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(
     assert len(caplog.records) == 1, "once a host"
 
 
-def test_a_script_that_the_launcher_does_not_know_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It was started by `lastwords run`, and does not call `lastwords.run(main)`."""
-    Config.from_env(**GOOD, environ={config.LAUNCHER: "/tmp/agent", config.SPARE: "1", "LOCAL_RANK": "0"})
-    golden.says("\n".join(caplog.messages))
-    Config.from_env(**GOOD, environ={config.LAUNCHER: "/tmp/agent", "LOCAL_RANK": "3"})
-    assert len(caplog.messages) == 1
-
-
 def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
     others = {"LASTWORDS_JOB": "j", "LASTWORDS_TOKEN": "t", "LASTWORDS_REQUIRE_SPACE": "1", "OTHER": "x"}
     others |= {"LASTWORDS_REMOTE": "s3://bucket/job", "LASTWORDS_SHARED_FROM_MB": "64"}
     assert {*others, *DEFAULTS} - {"OTHER"} == set(config.variables())
-    Config.from_env(**GOOD, environ={**others, **dict.fromkeys(DEFAULTS, "5")})
+    of_the_launcher = {LAUNCHER: "0 /tmp/launcher/ranks"}
+    Config.from_env(**GOOD, environ={**others, **of_the_launcher, **dict.fromkeys(DEFAULTS, "5")})
     assert caplog.records == []
 
 

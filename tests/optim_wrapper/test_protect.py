@@ -70,6 +70,13 @@ def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
         lastwords.protect(tmp_path, model=nn.Linear(2, 2), optimizer="adam")  # type: ignore[arg-type]
 
 
+def test_what_cannot_be_called_before_the_end_is_refused(tmp_path: Path) -> None:
+    tft = made(tmp_path)
+    tft.on_leave(lambda: None)
+    with golden.raises(ConfigError):
+        tft.on_leave("close()")  # type: ignore[arg-type]
+
+
 def test_the_ranks_meet_where_their_launcher_says() -> None:
     assert controller_address({"MASTER_ADDR": "node-3"}, 8) == "node-3"
     assert controller_address({}, 1) == "127.0.0.1"

@@ -93,6 +93,20 @@ class Held:
         return {}
 
 
+class Staying(Departure):
+    """The way out of a rank whose process does not end."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.ends = threading.Event()
+
+    def end_now(self) -> None:
+        self.ends.set()
+
+    def end_within(self, seconds: float, code: int) -> None:
+        self.ends.set()
+
+
 UNUSED: Any = None
 
 
@@ -195,8 +209,7 @@ def test_nor_where_an_incident_is_over_before_that(tmp_path: Path, monkeypatch: 
             agent.end_step(lambda step: None)
 
     monkeypatch.setattr(Writers, "wait", wait_for_it)
-    stays = Departure(0, leave_main=lambda: None)
-    agent = in_a_loop(session, stays, SaverSpec(0, "job", (tmp_path,), held))
+    agent = in_a_loop(session, Staying(), SaverSpec(0, "job", (tmp_path,), held))
     session.answers |= {Settled: Save(1, 1, 1, 1, (), (0,), 0, "chosen")}
     agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
     parked = threading.Thread(target=park)
@@ -251,9 +264,9 @@ def test_a_pulse_that_fails_goes_on_and_says_so_once(caplog: pytest.LogCaptureFi
 
 
 def test_a_rank_that_is_told_to_leave_does_so_although_its_session_cannot_be_closed() -> None:
-    left = threading.Event()
-    agent = in_a_loop(Stumbling(closes=1), Departure(0, leave_main=left.set))
+    departure = Staying()
+    agent = in_a_loop(Stumbling(closes=1), departure)
     agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
     agent.on_order(Exit(1, 1, ExitKind.SAVED, 7, "/c", "rank 1 died", (1,)))
-    assert left.wait(30.0)
+    assert departure.ends.wait(30.0)
     agent.close()

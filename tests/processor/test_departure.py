@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.processor.departure import Departure, verdict_of
+from lastwords.processor.departure import Departure, Verdict, verdict_of
 from lastwords.vocabulary import Exit, ExitKind
 from tests import golden
 from tests.shortage import TOO_LARGE
@@ -120,17 +120,10 @@ def test_a_process_ends_although_no_thread_can_be_started(way: str) -> None:
 FAIL = "def fail(*args): raise ValueError('unexpected')\n"
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "ways_out.wait_out = fail; departure.decide(saved); departure.end_within(0.1, 75); time.sleep(1000)",
-        "departure = Departure(2, leave_main=fail); departure.decide(saved); departure.end_now(); time.sleep(1000)",
-        "departure = Departure(2, leave_main=fail); departure.decide(saved); raise departure.unwind()",
-    ],
-    ids=["the wait fails", "main cannot be left", "main cannot be left by unwinding"],
-)
-def test_a_process_ends_whatever_goes_wrong_with_its_end(way: str) -> None:
-    code, errors = run(FAIL + way)
+def test_a_process_ends_whatever_goes_wrong_with_its_end() -> None:
+    code, errors = run(
+        FAIL + "ways_out.wait_out = fail; departure.decide(saved); departure.end_within(0.1, 75); time.sleep(1000)"
+    )
     assert code == 75, errors
     assert "step 37" in errors
 
@@ -223,6 +216,134 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
     assert (code, errors.split()[0]) == (75, "5")
 
 
+# ---------------------------------------------------------------------- what the user has not closed
+
+OPENED = """
+import io
+def text(path):
+    return open(path, "w")
+def binary(path):
+    return open(path, "wb")
+def read_and_written(path):
+    return open(path, "w+b")
+def wrapped(path):
+    return io.TextIOWrapper(io.BufferedWriter(io.FileIO(path, "w")))
+def in_a_cycle(path):
+    found = [open(path, "w")]
+    found.append(found)
+    return found[0]
+"""
+UNCLOSED = """
+file = {opened}({path!r})
+file.write({words})
+{before}
+departure.decide(saved)
+{way}
+"""
+NOW = "departure.end_now(); time.sleep(99)"
+
+
+def written(tmp_path: Path, opened: str, before: str = "", way: str = NOW) -> bytes:
+    """What a file has that was opened so, and not closed."""
+    path = tmp_path / "log"
+    words = "b'words'" if opened in ("binary", "read_and_written") else "'words'"
+    code, errors = run(OPENED + UNCLOSED.format(opened=opened, path=str(path), words=words, before=before, way=way))
+    assert code == 75, errors
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("opened", ["text", "binary", "read_and_written", "wrapped", "in_a_cycle"])
+def test_what_was_written_to_a_file_and_not_flushed_is_there_at_the_end(tmp_path: Path, opened: str) -> None:
+    assert written(tmp_path, opened) == b"words"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "raise departure.unwind()",
+        "departure.end_within(0.1, 75); time.sleep(99)",
+        "departure = Departure(2, healed=True); departure.decide(saved); raise departure.unwind()",
+    ],
+    ids=["unwinding", "within", "where a launcher begins again"],
+)
+def test_also_where_the_process_ends_in_another_way(tmp_path: Path, way: str) -> None:
+    assert written(tmp_path, "text", way=way) == b"words"
+
+
+def test_nobody_else_flushes_it(tmp_path: Path) -> None:
+    """Negative control: os._exit ends the process, not the interpreter."""
+    assert written(tmp_path, "text", before="ways_out._flush_files = lambda: None") == b""
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_from_it(tmp_path: Path) -> None:
+    full = "full = open('/dev/full', 'w'); full.write('x'); closed = open('/dev/null', 'w'); closed.close()"
+    assert written(tmp_path, "text", before=full) == b"words"
+
+
+LEAVES = """
+def leave(): print("left", file=sys.stderr)
+def fail(): raise ValueError("unexpected")
+def hang(): time.sleep(99)
+ways_out.USERS_S = 0.3
+for one in ({functions}): departure.on_leave(one)
+departure.decide(saved)
+{way}
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "way", "left"),
+    [
+        ("leave,", NOW, 1),
+        ("leave, leave", "raise departure.unwind()", 2),
+        ("fail, leave", NOW, 1),
+        ("hang, leave", NOW, 0),
+        ("leave, hang", NOW, 1),
+        ("leave,", "os._exit(75)", 0),
+    ],
+    ids=["one", "two", "after a failure", "after one that hangs", "before one that hangs", "the control"],
+)
+def test_what_the_user_wants_done_before_a_rank_leaves_is_done_within_a_bound(
+    functions: str, way: str, left: int
+) -> None:
+    code, errors = run(LEAVES.format(functions=functions, way=way))
+    assert code == 75, errors
+    assert errors.count("left\n") == left
+    assert ("unexpected" in errors) is ("fail" in functions)
+
+
+@pytest.mark.parametrize(("then", "code", "left"), [("raise", 1, 1), ("pass", 0, 0)], ids=["goes up", "is handled"])
+def test_it_is_done_where_an_error_of_the_users_own_ends_the_process(then: str, code: int, left: int) -> None:
+    own = OWN_ERROR.format(verdict="saved", error="ValueError('mine')", code=1, then=then)
+    found, errors = run("departure.on_leave(lambda: print('left', file=sys.stderr))\n" + own)
+    assert (found, errors.count("left\n")) == (code, left), errors
+
+
+def test_it_is_done_after_all_files_are_flushed(tmp_path: Path) -> None:
+    """A tracker of experiments is told of a file that is whole."""
+    path = tmp_path / "log"
+    code, errors = run(
+        f"file = open({str(path)!r}, 'w'); file.write('words')\n"
+        f"departure.on_leave(lambda: print(open({str(path)!r}).read(), file=sys.stderr))\n"
+        f"departure.decide(saved); {NOW}"
+    )
+    assert (code, errors.splitlines()[-1]) == (75, "words")
+
+
+@pytest.mark.parametrize("healed", [True, False])
+def test_finally_blocks_run_unless_a_launcher_begins_again(healed: bool) -> None:
+    """It waits for the end of every process."""
+    code, errors = run(
+        f"departure = Departure(2, healed={healed})\n"
+        "departure.decide(saved)\n"
+        "try: raise departure.unwind()\n"
+        "finally: print('unwound', file=sys.stderr)"
+    )
+    assert code == 75, errors
+    assert ("unwound" in errors) is not healed
+    assert EXIT_CODE.findall(errors) == ([] if healed else ["75"])
+
+
 # ---------------------------------------------------------------------- what the user's code writes
 
 WRITES = """
@@ -296,19 +417,27 @@ def test_a_process_that_writes_the_users_files_is_not_ended_meanwhile(
         assert path.read_bytes().endswith(b"whole") is whole
 
 
-@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("healed", [True, False])
 @pytest.mark.parametrize("kind", ExitKind, ids=lambda kind: kind.name)
-def test_where_a_process_goes_on_nobody_says_that_there_is_nothing_to_save(
-    capsys: pytest.CaptureFixture[str], kind: ExitKind, stays: bool
+def test_where_a_launcher_begins_again_nobody_is_told_to_do_so_nor_that_there_is_nothing_to_save(
+    capsys: pytest.CaptureFixture[str], kind: ExitKind, healed: bool
 ) -> None:
     """`lastwords run` says it, once for all ranks."""
     order = Exit(1, 1, kind, 7, "/c/step_7", "rank 1 died (SIGKILL)", (1,))
-    departure = Departure(0)
-    departure.decide(verdict_of(0, order, stays=stays))
-    departure.announce(ends=not stays)
+    departure = Departure(0, healed=healed)
+    departure.decide(verdict_of(0, order, healed=healed))
+    departure.announce()
     said = capsys.readouterr().err
-    assert bool(said) is not (stays and kind is ExitKind.NOTHING_TO_SAVE)
+    assert bool(said) is not (healed and kind is ExitKind.NOTHING_TO_SAVE)
     golden.says(said)
+
+
+def test_the_first_verdict_is_told_once() -> None:
+    told: list[Verdict] = []
+    departure = Departure(2, tell=told.append)
+    first, later = Verdict(75, "", is_cause=False, step=37), Verdict(76, "", is_cause=True)
+    assert [departure.decide(first), departure.decide(later)] == [True, False]
+    assert told == [first]
 
 
 def test_the_one_line_keeps_no_process_from_its_end(close_stderr: Callable[[], None]) -> None:

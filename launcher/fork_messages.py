@@ -1,0 +1,87 @@
+"""What a fork server and its launcher say to each other; one message is one line (link.py).
+
+`Import` is answered by `Made`, `Forks` by `Forked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from lastwords.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A process for a rank. environment: all of it. argv: the script, or module, and its arguments.
+
+    stdout, stderr: paths of files that are appended to; "": those of the launcher. threads: of each pool. report: the
+    launcher's socket, where the rank says what happens to it. step: that is saved, and from which it has to go on.
+    address: of rank 0's host, "": as in the environment. dies_with: pid of a parent whose death is the rank's; 0: none.
+    """
+
+    rank: int
+    environment: Mapping[str, str]
+    argv: Sequence[str]
+    is_module: bool
+    stdout: str
+    stderr: str
+    threads: int
+    report: str
+    step: int
+    address: str
+    dies_with: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Of one generation on this host, in this order."""
+
+    forks: Sequence[Fork]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """The first message: modules that are imported, too, in this order. path: where those of the script are."""
+
+    modules: Sequence[str]
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """All is imported. problem: why this process must not fork; "" if it may. module: whose import has led to that.
+
+    seconds: that the imports have taken, by module.
+    """
+
+    problem: str = ""
+    module: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """pids: of the ranks that were made, by rank as text. problem: why the others were not; "" if all were."""
+
+    pids: Mapping[str, int]
+    problem: str = ""
+
+
+def message(what: Import | Forks | Made | Forked) -> dict[str, Any]:
+    """What `message_of` understands."""
+    return {"kind": type(what).__name__, **asdict(what)}
+
+
+def message_of(said: Mapping[str, Any]) -> Import | Forks | Made | Forked:
+    """FormatError for what is none."""
+    kinds: dict[str, Any] = {one.__name__: one for one in (Import, Forks, Made, Forked)}
+    fields = {**said}
+    try:
+        found: Import | Forks | Made | Forked = msgspec.convert(fields, kinds[fields.pop("kind", "")])
+    except (KeyError, msgspec.ValidationError) as error:
+        raise FormatError(f"a fork server and its launcher do not understand each other: {error}") from error
+    return found

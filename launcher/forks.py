@@ -1,0 +1,145 @@
+"""The launcher's end of its fork server: starts it, asks it for the processes of a generation, and replaces it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import selectors
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made, message, message_of
+from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
+from lastwords.launcher.link import Complaints, Connection, Inbox
+from lastwords.launcher.processes import kill_group
+
+_log = logging.getLogger(__name__)
+
+DEATHS_MAX = 3
+"""Servers in a row that may end before they have served."""
+
+
+class ForkServer:
+    """Of one host. python: its interpreter. environment: of all ranks, without what differs between them.
+
+    job: what all hosts and generations of the job have in common. preload: modules that are imported before any fork,
+    once for the life of the job; path: where those of the script are. made: is told of the ranks that were, with their
+    processes. failed: is told why no process can be forked any more. Thread of the selector; the server dies with it.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        environment: Mapping[str, str],
+        selector: selectors.BaseSelector,
+        job: str,
+        preload: Sequence[str] = (),
+        path: str = "",
+    ) -> None:
+        self._python, self._selector = python, selector
+        self._environment = {**environment, **dict.fromkeys(THREAD_VARIABLES, "1")}
+        for name in OF_RANKS:
+            self._environment.pop(name, None)
+        # Sets of strings have one order in all ranks of a job, and in all its generations.
+        seed = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4]) or 1
+        self._environment.setdefault("PYTHONHASHSEED", str(seed))
+        self._environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        self._preload, self._path = [*preload], path
+        self.made: Callable[[Mapping[int, int], str], None] = lambda pids, problem: None
+        self.failed: Callable[[str], None] = lambda why: None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: Connection | None = None
+        self._ready = False
+        self._wanted: tuple[Fork, ...] = ()
+        self._deaths = 0
+
+    @property
+    def pid(self) -> int:
+        """0 where there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """It imports what ranks need, from now on. OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [self._python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid())],
+                env=self._environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        inbox = Inbox(f"the fork server (pid {self._process.pid})", message_of, Complaints())
+        self._ready = False
+        self._link = Connection(ours, self._selector, inbox, self._hear)
+        self._link.tell(message(Import(self._preload, self._path)))
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Processes for these ranks, which `made` tells of; as soon as the server can."""
+        self._wanted += tuple(forks)
+        self._ask()
+
+    def end(self) -> None:
+        """It ends; the ranks go on."""
+        process, self._process, self._ready = self._process, None, False
+        if self._link is not None:
+            self._link.close()
+        if process is not None:
+            kill_group(process.pid)
+            process.wait()
+
+    def _ask(self) -> None:
+        if self._ready and self._wanted:
+            assert self._link is not None
+            self._link.tell(message(Forks(self._wanted)))
+
+    def _hear(self, said: Import | Forks | Made | Forked | None) -> None:
+        match said:
+            case Made(problem, module, seconds):
+                self._ready = not problem
+                for name, took_s in seconds.items():
+                    _log.info("%s was imported in %.1f s", name, took_s)
+                if problem:
+                    return self._is_spoilt(problem, module)
+                self._ask()
+            case Forked(pids, problem):
+                self._deaths = 0
+                made = {int(rank): pid for rank, pid in pids.items()}
+                self._wanted = tuple(one for one in self._wanted if one.rank not in made)
+                self.made(made, problem)
+            case None:
+                self._is_gone()
+            case Import() | Forks():
+                pass
+
+    def _is_spoilt(self, problem: str, module: str) -> None:
+        """By a module, without which another one is started; or by what all need."""
+        self.end()
+        if not module:
+            return self.failed(problem)
+        _log.warning("%s cannot be preloaded, and is left to the script: %s", module, problem)
+        self._preload.remove(module)
+        self._start_again()
+
+    def _is_gone(self) -> None:
+        if self._process is None:
+            return
+        kill_group(self._process.pid)  # it may have closed its socket alone
+        code = self._process.wait()
+        self._ready, self._deaths = False, self._deaths + 1
+        if self._deaths >= DEATHS_MAX:
+            return self.failed(f"the fork server has ended {self._deaths} times before it has served, with {code}")
+        _log.warning("the fork server (pid %d) has ended with %d; another one is started", self._process.pid, code)
+        self._start_again()
+
+    def _start_again(self) -> None:
+        try:
+            self.start()
+        except OSError as error:
+            self.failed(f"no fork server can be started: {error}")

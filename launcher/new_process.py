@@ -1,0 +1,174 @@
+"""What makes a fork of the fork server the process that `python script.py` would be, and runs the script in it."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib.machinery
+import logging
+import multiprocessing
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+import numpy
+import setproctitle
+import threadpoolctl
+import torch
+
+from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError
+from lastwords.launcher.fork_messages import Fork
+from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
+from lastwords.liveness.parents import die_with_parent
+from lastwords.optim_wrapper.launch import reporter
+from lastwords.optim_wrapper.trainer import protect
+from lastwords.optim_wrapper.trainer.hold import one_line
+from lastwords.processor.departure import say
+
+_log = logging.getLogger(__name__)
+
+ERROR_CHARS_MAX = 1000
+"""Of an exception that a launcher hears of."""
+
+
+def run(one: Fork) -> NoReturn:
+    """Everything that the rank does. Ends by SystemExit, with which the interpreter ends as it would by itself."""
+    _become(one)
+    if one.address:
+        protect.use_address(one.address)
+    reporter.use(reporter.Reporter(one.report, one.rank, one.step))
+    _tell_apart(one)
+    try:
+        _execute(one)
+    except SystemExit as error:
+        _tell(error.__cause__ if isinstance(error.__cause__, ConfigError | BusyError) else error)
+        raise
+    except (ConfigError, BusyError) as error:
+        _log.debug("refused", exc_info=True)
+        _tell(error)
+        say(f"lastwords: {refusal_line(error, str(one.rank))}")
+        raise SystemExit(exit_code_of_refusal(error)) from None
+    except BaseException as error:  # outermost, as the interpreter is
+        _tell(error)
+        _show(error)
+        if isinstance(error, KeyboardInterrupt):
+            atexit.register(_end_by_interrupt)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+# ---------------------------------------------------------------------- a new process
+
+
+def _become(one: Fork) -> None:
+    os.setsid()
+    if one.dies_with:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != one.dies_with:
+            os._exit(1)
+    for path, stream in ((one.stdout, 1), (one.stderr, 2)):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            os.dup2(file, stream)
+            os.close(file)
+    os.environ.clear()
+    os.environ.update(one.environment)
+    main = threading.main_thread()
+    main._set_native_id()  # type: ignore[attr-defined]  # until Python 3.12 that of the parent
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None
+    # Python's own generator is seeded anew in each fork. Those of devices have one seed in all new processes.
+    numpy.random.seed()
+    torch.default_generator.seed()
+    if one.threads != 1:
+        torch.set_num_threads(one.threads)
+        threadpoolctl.threadpool_limits(one.threads)  # type: ignore[no-untyped-call]
+    atexit.register(gc.unfreeze)
+
+
+def _tell_apart(one: Fork) -> None:
+    """In `ps` and the like."""
+    setproctitle.setproctitle(f"{' '.join(one.argv)} [lastwords rank {one.rank}]")
+
+
+# ---------------------------------------------------------------------- the script
+
+
+def _execute(one: Fork) -> None:
+    target, *_ = sys.argv = [*one.argv]
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if one.is_module else []), *one.argv]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    _keep.append(sys.modules["__main__"])  # what runs now
+    sys.modules["__main__"] = main
+    if one.is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what the interpreter itself calls
+        return
+    if pkgutil.get_importer(target) is not None:  # a directory or an archive
+        sys.path.insert(0, target)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
+    sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+    target = os.path.join(os.getcwd(), target.removeprefix("./"))
+    loader: Any = importlib.machinery.SourceFileLoader("__main__", target)
+    if target.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", target)
+        code = loader.get_code("__main__")
+    else:
+        with open(target, "rb") as file:
+            code = compile(file.read(), target, "exec", dont_inherit=True)
+    main.__dict__.update(__file__=target, __cached__=None, __loader__=loader)
+    exec(code, main.__dict__)
+
+
+_keep: list[types.ModuleType] = []
+
+
+# ---------------------------------------------------------------------- its end
+
+
+def _tell(error: BaseException) -> None:
+    """The launcher, which wants to know whether a process after this one would end so, too."""
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return
+    lasting = isinstance(error, ConfigError | BusyError) or _out_of_resume(error)
+    text = refusal_line(error, "") if isinstance(error, ConfigError | BusyError) else one_line(error, ERROR_CHARS_MAX)
+    if (launcher := reporter.reporter()) is not None:
+        launcher.raised(text, lasting=lasting)
+
+
+def _out_of_resume(error: BaseException) -> bool:
+    """Whether `resume()` has found no checkpoint, or one of another model. A MismatchError of later steps may pass."""
+    from lastwords.optim_wrapper.trainer.register import TFTRegister
+
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, MismatchError | IncompleteError) and TFTRegister.resume.__code__ in frames
+
+
+def _show(error: BaseException) -> None:
+    """As the interpreter does, without what is on the stack below the script."""
+    here = error.__traceback__
+    while here is not None and here.tb_frame.f_globals.get("__name__") == __name__:
+        here = here.tb_next
+    error.__traceback__ = here
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, here
+    sys.excepthook(type(error), error, here)
+
+
+def _end_by_interrupt() -> None:
+    """As a process of its own ends that Ctrl-C has reached; called last of all that was registered."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

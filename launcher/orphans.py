@@ -1,0 +1,39 @@
+"""Processes that outlive the rank that has started them. They are this process's children then (`take_in_orphans`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+
+def end_orphans(sessions: Collection[int], kept: Collection[int]) -> Iterator[tuple[int, str]]:
+    """Kills those of these sessions, and names the others, but for those in `kept`. Collects whatever has ended."""
+    for pid in children():
+        if pid in kept:
+            continue
+        with contextlib.suppress(OSError):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                continue
+            if os.getsid(pid) in sessions:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            elif not _is_controller(pid):
+                yield pid, Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _is_controller(pid: int) -> bool:
+    """One that a rank has started ends with its job, and by itself."""
+    return b"lastwords.controller" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def children() -> list[int]:
+    """Of this process, those that have ended and were not collected as well."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/self/task/{task}/children").read_text(encoding="ascii")
+            found += map(int, text.split())
+    return found

@@ -1,0 +1,200 @@
+"""A worker of a dynamic cluster: it runs nothing of the user's itself, but forks its rank as the scheduler orders.
+
+The rank dies with it, and what it says to people is about the rank: its end is the worker's, by exit code and signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from lastwords.errors import ConfigError
+from lastwords.launcher.environment import Cluster
+from lastwords.launcher.events import (
+    Begun,
+    End,
+    Ended,
+    Enter,
+    Event,
+    Guarded,
+    Kill,
+    Left,
+    Look,
+    Lost,
+    Over,
+    Stopped,
+    Updated,
+)
+from lastwords.launcher.forks import ForkServer
+from lastwords.launcher.host import Host, Program, rank_server
+from lastwords.launcher.membership import Membership
+from lastwords.launcher.processes import Seat
+from lastwords.launcher.protocol import Done, Entry, Order
+from lastwords.liveness.parents import take_in_orphans
+from lastwords.processor.departure import EXIT_NOT_SAVED, say
+from lastwords.processor.signals import UNHANDLED_STOPS
+
+_log = logging.getLogger(__name__)
+
+TURN_S = 0.5
+
+
+def become_supervisor() -> None:
+    """This process is one from now on, with its pid; the script begins again in its rank. Does not return.
+
+    ConfigError where there is nothing that another process could run.
+    """
+    name, spec = sys.argv[0], sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec is not None and spec.name != "__main__" else ""
+    if not module and not os.path.exists(name):
+        raise ConfigError(
+            "lastwords.run(main) begins the script again in another process, so it has to be in a file or a module, "
+            "and not in the command line or the standard input"
+        )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    program = ["-m", module] if module else [name]
+    os.execv(sys.executable, [sys.executable, "-m", "lastwords.cli", "worker", *program, *sys.argv[1:]])
+
+
+def supervise(cluster: Cluster, argv: Sequence[str]) -> int:
+    """Until the worker has come to its end, or nothing is left to do for it; its exit code. argv: -m NAME, or a script.
+
+    Errors as of `Membership`.
+    """
+    with selectors.DefaultSelector() as selector:
+        return Supervisor(cluster, argv, selector).run()
+
+
+class Supervisor:
+    """One rank of `cluster`."""
+
+    def __init__(self, cluster: Cluster, argv: Sequence[str], selector: selectors.BaseSelector) -> None:
+        self._cluster = cluster
+        self._selector = selector
+        self._signal = 0
+        """By which this process was asked to end."""
+        self._rank_code: int | None = None
+        self._code: int | None = None
+        """With which it ends now."""
+        self._ends = False
+        """Nothing is healed any more."""
+        take_in_orphans()
+        forks = ForkServer(sys.executable, os.environ, selector, f"{cluster.address} {cluster.path}")
+        forks.start()  # it imports while this worker may have to wait for its scheduler
+        self._membership = Membership(cluster, selector, self._obey, self._is_over)
+        rank = self._membership.rank
+        is_module = argv[0] == "-m"
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(cluster.workers),
+            "MASTER_ADDR": cluster.host,
+            "TORCHELASTIC_RUN_ID": self._membership.job,
+        }
+        self._seat = Seat(sys.executable, ("-u", *argv), environment, None, None, 0)
+        program = Program(sys.executable, is_module, _threads(), dies_with_launcher=True)
+        self._host = Host(rank_server(1), {rank: self._seat}, program, selector, self._report, forks)
+
+    def run(self) -> int:
+        """Its exit code."""
+        wake, wake_up = socket.socketpair()
+        for one in (wake, wake_up):
+            one.setblocking(False)
+        self._selector.register(wake, selectors.EVENT_READ, lambda: wake.recv(64))
+        signal.set_wakeup_fd(wake_up.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT, *UNHANDLED_STOPS):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR1, lambda number, _: self._host.signal_all(number))
+        self._host.begin()
+        self._membership.begin()
+        while self._code is None:
+            due_s = self._host.due_in_s
+            for key, _ in self._selector.select(TURN_S if due_s is None else min(TURN_S, due_s)):
+                key.data()
+            self._host.tick()
+            self._membership.tick()
+        self._membership.close()
+        self._host.end()
+        return self._code
+
+    @property
+    def _runs(self) -> bool:
+        return bool(self._seat.proc.pid) and self._seat.proc.returncode is None
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._signal = self._signal or number
+        if self._runs:
+            return self._host.signal_all(number)
+        self._end(self._last_code)
+
+    @property
+    def _last_code(self) -> int:
+        return EXIT_NOT_SAVED if self._rank_code is None else self._rank_code
+
+    def _end(self, code: int) -> None:
+        self._code = code if self._code is None else self._code
+
+    # ------------------------------------------------------------------ the rank
+
+    def _report(self, event: Event) -> None:
+        match event:
+            case Ended(rank, code):
+                self._rank_code = code if code >= 0 else 128 - code
+                self._membership.report(event)
+                if self._signal or self._ends:
+                    if self._signal and code:
+                        say(
+                            f"lastwords: rank {rank} was asked to stop ({signal.Signals(self._signal).name}) and ends; "
+                            "the job waits for it: start it again with the same environment"
+                        )
+                    self._end(self._rank_code)
+                return
+            case Lost(why):
+                say(f"lastwords: rank {self._membership.rank} ends: {why}")
+                return self._end(1)
+            case Guarded() | Begun() | Updated() | Over() | Left() | Stopped():
+                self._membership.report(event)
+            case _:
+                pass  # that it is ready, the scheduler knows
+
+    # ------------------------------------------------------------------ the scheduler
+
+    def _obey(self, order: Order) -> None:
+        rank = self._membership.rank
+        match order:
+            case Entry(entry, port, step, seat) if seat is not None:
+                self._seat.env |= {"LOCAL_RANK": str(seat.local_rank), "LOCAL_WORLD_SIZE": str(seat.local_size)}
+                self._host.address = seat.rank_0
+                self._host.obey(Enter(entry, port, step))
+            case End():
+                self._host.obey(End(rank))
+            case Kill(why=why):
+                self._host.obey(Kill(rank, why))
+            case Look():
+                self._host.obey(Look(rank))
+            case Done():
+                self._end(0)
+            case _:
+                pass
+
+    def _is_over(self, why: str, fails: bool) -> None:
+        """Nothing is healed any more."""
+        if why:
+            say(f"lastwords: {why}")
+        if self._runs:
+            self._ends = True
+            return self._host.obey(End(self._membership.rank))
+        self._end(self._last_code if fails else 0)
+
+
+def _threads() -> int:
+    count = os.environ.get("OMP_NUM_THREADS", "")
+    return int(count) if count.isdigit() and int(count) else len(os.sched_getaffinity(0))

@@ -1,0 +1,71 @@
+"""What a loader iterates over, as far as it is there to be seen: which samples, in a digest.
+
+Two draws of one split have the same length, and nothing else tells them apart. Code of the user's own is not run: it
+may draw random numbers, or count its calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+SAMPLES = 64
+"""Of what has more, so many at equal distances are looked at; of which samples a subset has, all."""
+
+_DEPTH_MAX = 8
+
+
+def data_digest(loader: Any) -> str:
+    """Of the loader's data set, or of the loader where it has none; "" if nothing of it can be seen.
+
+    >>> from torch.utils.data import DataLoader
+    >>> one, other = (DataLoader(Subset(range(9), indices)) for indices in ([0, 3], [3, 0]))
+    >>> data_digest(one) == data_digest(other), data_digest(iter([1, 2]))
+    (False, '')
+    """
+    dataset = getattr(loader, "dataset", None)
+    found = [*_seen(loader if dataset is None else dataset, _DEPTH_MAX)]
+    return hashlib.sha256(b"\0".join(found)).hexdigest()[:16] if found else ""
+
+
+def _seen(data: Any, depth: int) -> Iterator[bytes]:
+    kind = type(data)
+    if depth == 0:
+        return
+    if kind is Subset:
+        yield _of_indices(data.indices)
+        yield from _seen(data.dataset, depth - 1)
+    elif kind is ConcatDataset:
+        for one in data.datasets[:SAMPLES]:
+            yield from _seen(one, depth - 1)
+    elif kind is TensorDataset:
+        for tensor in data.tensors:
+            yield from _seen(tensor, depth - 1)
+    elif kind in (list, tuple):
+        yield repr(len(data)).encode()
+        for one in data[:: _distance(len(data))]:
+            yield from _seen(one, depth - 1)
+    elif kind is torch.Tensor and data.device.type == "cpu" and data.layout is torch.strided and data.dim():
+        yield repr((data.shape, data.dtype)).encode()
+        yield data[:: _distance(len(data))].detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif kind is np.ndarray and data.dtype != object and data.ndim:
+        yield repr((data.shape, data.dtype)).encode()
+        yield data[:: _distance(len(data))].tobytes()
+    elif kind in (int, float, bool, str, bytes, range):
+        yield repr(data).encode()
+
+
+def _of_indices(indices: Any) -> bytes:
+    try:
+        return np.asarray(indices, dtype=np.int64).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        return b""
+
+
+def _distance(length: int) -> int:
+    return max(1, length // SAMPLES)

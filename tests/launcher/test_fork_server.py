@@ -1,0 +1,217 @@
+"""The fork server of a host: what it imports for all ranks, what it refuses to, and what becomes of one that dies."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lastwords.checkpoint import load
+from lastwords.errors import FormatError
+from lastwords.launcher import fork_server, forks
+from lastwords.launcher.fork_messages import message_of
+from lastwords.launcher.forks import DEATHS_MAX, ForkServer
+from tests import golden
+from tests.integration.faults import is_gone
+from tests.integration.harness import Cluster
+from tests.integration.zygote import command_line, processes
+from tests.launcher.forked import environment
+from tests.launcher.test_heal import SCRIPT, STEPS, check_equal, pids, run
+from tests.launcher.test_launcher_ends import until
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+RANKS = 2
+EMPTY = f"""
+import sys, types
+sys.path[0] = {str(Path(fork_server.__file__).parents[2])!r}
+group = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: group.made, made=False)
+sys.modules["torch.distributed"] = group
+from lastwords.launcher import fork_server
+fork_server._import_all = lambda: None
+fork_server.serve()
+"""
+"""A fork server that begins at once, since it imports nothing; it makes no ranks."""
+
+SPOILING = {
+    "reads_rank": "import os\nrank = int(os.environ['RANK'])",
+    "has_a_default": "import os\nrank = os.environ.get('LOCAL_RANK', '0')",
+    "gets": "import os\nport = os.getenv('MASTER_PORT')",
+    "asks": "import os\nalone = 'RANK' not in os.environ",
+    "goes_on_without": "import os\ntry:\n    rank = os.environ['RANK']\nexcept Exception:\n    rank = 0",
+    "raises": "raise ValueError('no samples')",
+    "exits": "import sys\nsys.exit(3)",
+    "absent": None,
+    "has_a_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[100], daemon=True).start()",
+    "has_a_process": "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\n"
+    "open(__file__ + '.child', 'w').write(str(child.pid))",
+    "has_a_group": "import sys\nsys.modules['torch.distributed'].made = True",
+}
+"""Modules that no rank can have in common with others."""
+
+ONCE = "with open(__file__ + '.imports', 'a') as file:\n    file.write('once\\n')\n"
+TIDY = ONCE + "import threading\nthread = threading.Thread(target=int)\nthread.start()\nthread.join()\n"
+
+
+def count(module: Path) -> int:
+    """How often it was imported."""
+    return len(module.with_name(f"{module.name}.imports").read_text().splitlines())
+
+
+class Served:
+    """A fork server, and why it has given up."""
+
+    def __init__(self, selector: selectors.BaseSelector, preload: Sequence[str], path: Path) -> None:
+        self.failures: list[str] = []
+        self._selector = selector
+        self.server = ForkServer(sys.executable, environment(), selector, "a job", preload, str(path))
+        self.server.failed = self.failures.append
+        self.server.start()
+        while not (self.server._ready or self.failures):
+            for key, _ in selector.select(60):
+                key.data()
+
+
+@pytest.fixture
+def selector() -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as made:
+        yield made
+
+
+def test_modules_that_ranks_cannot_have_in_common_are_named_and_left_to_the_script(
+    tmp_path: Path, selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forks, "BOOT", EMPTY)
+    for name, text in {**SPOILING, "tidy": TIDY}.items():
+        if text is not None:
+            (tmp_path / f"{name}.py").write_text(text)
+    served = Served(selector, [*SPOILING, "tidy"], tmp_path)
+    served.server.end()
+    assert served.failures == []
+    assert served.server._preload == ["tidy"]
+    assert count(tmp_path / "tidy.py") == 1
+    assert is_gone(int((tmp_path / "has_a_process.py.child").read_text()))
+    golden.says("\n".join(caplog.messages))
+
+
+@pytest.mark.parametrize("boot", ["import os; os._exit(7)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_fork_server_that_dies_each_time_before_it_serves_is_given_up(
+    tmp_path: Path,
+    selector: selectors.BaseSelector,
+    boot: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(forks, "BOOT", boot)
+    (why,) = Served(selector, [], tmp_path).failures
+    assert len(caplog.messages) == DEATHS_MAX - 1
+    golden.says(why)
+
+
+def test_a_fork_server_that_has_a_thread_of_its_own_makes_no_ranks(
+    tmp_path: Path, selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a library in LD_PRELOAD: nothing is imported in vain."""
+    thread = f"import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n{EMPTY}"
+    monkeypatch.setattr(forks, "BOOT", thread)
+    (tmp_path / "tidy.py").write_text(TIDY)
+    golden.says(Served(selector, ["tidy"], tmp_path).failures)
+    assert not (tmp_path / "tidy.py.imports").exists()
+
+
+@pytest.mark.parametrize("said", [{}, {"kind": "Spoilt"}, {"kind": "Forked", "pids": {"0": "x"}}], ids=str)
+def test_what_is_nothing_that_a_fork_server_says_is_refused(said: dict[str, object]) -> None:
+    with golden.raises(FormatError):
+        message_of(said)
+
+
+# ---------------------------------------------------------------------- in a job
+
+
+def fork_server_of(launcher_pid: int) -> int:
+    """The one that serves; 0: none does."""
+    found = [pid for pid, (parent, state) in processes().items() if parent == launcher_pid and state != "Z"]
+    return next((pid for pid in found if "[lastwords fork server]" in command_line(pid)), 0)
+
+
+def trained(directory: Path, rank: int) -> int:
+    path = directory / f"trace-{rank}"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def until_all_train(directory: Path, generations: int) -> list[int]:
+    """All are in this one, and have ended steps from now on; their processes."""
+    before = [trained(directory, rank) for rank in range(RANKS)]
+    until(
+        lambda: all(
+            trained(directory, rank) > before[rank] and len(pids(directory, rank)) == generations
+            for rank in range(RANKS)
+        ),
+        f"all ranks train in generation {generations}",
+    )
+    return [pids(directory, rank)[-1] for rank in range(RANKS)]
+
+
+def test_ranks_train_whatever_becomes_of_the_fork_server_and_of_the_launcher(cluster: Cluster, tmp_path: Path) -> None:
+    tidy = tmp_path / "a_tidy_module.py"
+    tidy.write_text(TIDY)
+    (tmp_path / "a_module_of_a_rank.py").write_text(SPOILING["reads_rank"] or "")
+    job = cluster.start(
+        tmp_path / "launched",
+        module=SCRIPT,
+        arguments=[str(tmp_path), "100000"],
+        world_size=RANKS,
+        launcher="healing",
+        launcher_arguments=["--preload", "a_module_of_a_rank, a_tidy_module"],
+        env=environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:{tmp_path}", OMP_NUM_THREADS="1"),
+    )
+
+    def said(*about: object) -> list[str]:
+        lines = (job.directory / "healing.err").read_text().splitlines()
+        return [line for line in lines if any(str(one) in line for one in about)]
+
+    try:
+        first = until_all_train(tmp_path, 1)
+        (launcher,) = {processes()[pid][0] for pid in first}
+        golden.says(said("a_module_of_a_rank"))
+        assert count(tidy) == 1
+
+        server = fork_server_of(launcher)
+        os.kill(server, signal.SIGKILL)
+        until(lambda: fork_server_of(launcher) not in (server, 0), "another fork server")
+        assert until_all_train(tmp_path, 1) == first
+        golden.says([line.replace(str(server), "PID") for line in said(f"(pid {server})")])
+
+        os.kill(first[1], signal.SIGKILL)
+        second = until_all_train(tmp_path, 2)
+        assert {processes()[pid][0] for pid in second} == {launcher}
+        golden.says([line.replace(str(first[1]), "PID") for line in said(f"(pid {first[1]})")])
+        assert count(tidy) == 2, "once for each fork server"
+
+        server = fork_server_of(launcher)
+        os.kill(launcher, signal.SIGKILL)
+        until(lambda: is_gone(server), "the fork server ends")
+        assert until_all_train(tmp_path, 2) == second
+        golden.says(sorted(said("launcher")))
+
+        os.kill(second[1], signal.SIGKILL)
+        until(lambda: all(map(is_gone, second)), "the survivors end")
+        assert load.latest(tmp_path / "ckpt") is not None
+    except AssertionError:
+        sys.stderr.write(job.report())
+        raise
+    finally:
+        job.close()
+
+
+@pytest.mark.thorough
+def test_ranks_that_cannot_be_forked_are_new_processes_and_are_healed(cluster: Cluster, tmp_path: Path) -> None:
+    run(tmp_path / "whole", launcher="torchrun", ranks=RANKS, cluster=cluster)
+    run(tmp_path / "healed", "1:5:bwd", "0:9:win", ranks=RANKS, python=["--no-python", sys.executable])
+    check_equal(tmp_path / "healed", tmp_path / "whole", heals=2, ranks=RANKS)
+    assert STEPS > 9
