@@ -54,7 +54,7 @@ from lastwords.launcher.events import Begun, Effect, Ended, Left, Ready, Updated
 from lastwords.launcher.events import Event as LauncherEvent
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import Lines
-from lastwords.launcher.protocol import event_of, to_message
+from lastwords.launcher.protocol import FromHost, read, to_message
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
@@ -432,7 +432,7 @@ def recover(ranks: int) -> None:
         with cost() as found:
             for one in raw:
                 for message in lines.feed(one):
-                    head.hear(event_of(message))
+                    head.hear(read(message, FromHost))
                 head.tick()
         line(f"{what} ({sum(map(len, raw)) / 1e6:.1f} MB)", found)
 

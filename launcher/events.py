@@ -145,16 +145,26 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """Of a worker of a cluster. rank_0: address of its host."""
+
+    local_rank: int
+    local_size: int
+    rank_0: str
+
+
+@dataclass(frozen=True, slots=True)
 class Enter:
     """All ranks are ready: a generation begins. port: of its store, which the shell makes.
 
     generation: its number; the name is that on the wire. step: the newest one that is known to be saved: where the loop
-    has to go on.
+    has to go on. seat: of a supervisor's rank.
     """
 
     generation: int
     port: int = 0
     step: int = 0
+    seat: Seat | None = None
 
 
 @dataclass(frozen=True, slots=True)

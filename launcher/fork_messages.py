@@ -1,4 +1,4 @@
-"""What a fork server and its launcher say to each other; one message is one line (link.py).
+"""What a fork server and its launcher say to each other; one message is one line (link.py, protocol.py).
 
 `Import` is answered by `Made`, `Forks` by `Forked`.
 """
@@ -6,12 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import msgspec
-
-from lastwords.errors import FormatError
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +64,3 @@ class Forked:
 
     pids: Mapping[str, int]
     problem: str = ""
-
-
-def message(what: Import | Forks | Made | Forked) -> dict[str, Any]:
-    """What `message_of` understands."""
-    return {"kind": type(what).__name__, **asdict(what)}
-
-
-def message_of(said: Mapping[str, Any]) -> Import | Forks | Made | Forked:
-    """FormatError for what is none."""
-    kinds: dict[str, Any] = {one.__name__: one for one in (Import, Forks, Made, Forked)}
-    fields = {**said}
-    try:
-        found: Import | Forks | Made | Forked = msgspec.convert(fields, kinds[fields.pop("kind", "")])
-    except (KeyError, msgspec.ValidationError) as error:
-        raise FormatError(f"a fork server and its launcher do not understand each other: {error}") from error
-    return found

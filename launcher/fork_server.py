@@ -24,9 +24,10 @@ from typing import Any
 
 from lastwords.clock import mono_s
 from lastwords.errors import named
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made, message, message_of
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made
 from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.orphans import children as children_of_this
+from lastwords.launcher.protocol import read, to_message
 from lastwords.liveness.parents import die_with_parent
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -58,7 +59,7 @@ def serve() -> None:
     _import_all()
     for order in _orders(link):
         if isinstance(order, Import):
-            send(link, message(_preloaded(order)))
+            send(link, to_message(_preloaded(order)))
             continue
         one = _forked(order.forks, link)
         if one is not None:
@@ -73,9 +74,7 @@ def _orders(link: socket.socket) -> Iterator[Import | Forks]:
     lines = Lines()
     while data := link.recv(RECV_BYTES):
         for said in lines.feed(data):
-            order = message_of(said)
-            if isinstance(order, Import | Forks):
-                yield order
+            yield read(said, Import | Forks)
 
 
 def _import_all() -> None:
@@ -222,7 +221,7 @@ def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
     except OSError as error:
         ours.close()
         theirs.close()
-        send(link, message(Forked({}, str(error))))
+        send(link, to_message(Forked({}, str(error))))
         return None
     if not helper:
         ours.close()
@@ -240,7 +239,7 @@ def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
     problem = next((why for kind, why in words if kind == "problem"), "")
     if not said.endswith(b"."):
         problem = problem or "the process that forks them was killed"
-    send(link, message(Forked(pids, problem)))
+    send(link, to_message(Forked(pids, problem)))
     return None
 
 

@@ -10,10 +10,11 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made, message, message_of
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import kill_group
+from lastwords.launcher.protocol import read, to_message
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +76,11 @@ class ForkServer:
             raise
         finally:
             theirs.close()
-        inbox = Inbox(f"the fork server (pid {self._process.pid})", message_of, Complaints())
+        peer = f"the fork server (pid {self._process.pid})"
+        inbox = Inbox(peer, lambda said: read(said, Made | Forked), Complaints())
         self._ready = False
         self._link = Connection(ours, self._selector, inbox, self._hear)
-        self._link.tell(message(Import(self._preload, self._path)))
+        self._link.tell(to_message(Import(self._preload, self._path)))
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; as soon as the server can."""
@@ -97,9 +99,9 @@ class ForkServer:
     def _ask(self) -> None:
         if self._ready and self._wanted:
             assert self._link is not None
-            self._link.tell(message(Forks(self._wanted)))
+            self._link.tell(to_message(Forks(self._wanted)))
 
-    def _hear(self, said: Import | Forks | Made | Forked | None) -> None:
+    def _hear(self, said: Made | Forked | None) -> None:
         match said:
             case Made(problem, module, seconds):
                 self._ready = not problem
@@ -115,8 +117,6 @@ class ForkServer:
                 self.made(made, problem)
             case None:
                 self._is_gone()
-            case Import() | Forks():
-                pass
 
     def _is_spoilt(self, problem: str, module: str) -> None:
         """By a module, without which another one is started; or by what all need."""

@@ -54,14 +54,7 @@ from lastwords.launcher.link import (
     keep_alive,
     listening,
 )
-from lastwords.launcher.protocol import (
-    Introduction,
-    difference,
-    effect_of,
-    event_of,
-    introduction_of,
-    to_message,
-)
+from lastwords.launcher.protocol import FromHost, Introduction, ToHost, difference, read, to_message
 from lastwords.launcher.recovery import Recovery, incident_of, joined, sentence
 from lastwords.launcher.roster import Place
 from lastwords.optim_wrapper.launch.reporter import PROTOCOL
@@ -256,7 +249,8 @@ class _Launcher:
         self.connection = Connection(link, selector, inbox, self._hear)
 
     def _decode(self, message: dict[str, Any]) -> Introduction | Event:
-        return event_of(message) if self.known else introduction_of(message)
+        found: Introduction | Event = read(message, FromHost if self.known else Introduction)
+        return found
 
     def _hear(self, what: Introduction | Event | None) -> None:
         if what is None:
@@ -309,7 +303,7 @@ class Uplink:
                 effect = Stop(f"the launcher of the first host {why}")
             obey(effect)
 
-        inbox = Inbox("the launcher of the first host", effect_of, Complaints())
+        inbox = Inbox("the launcher of the first host", lambda message: read(message, ToHost), Complaints())
         self._connection = Connection(link, selector, inbox, hear)
         self._connection.tell(to_message(Introduction(token, (ranks.start, ranks.stop), PROTOCOL)))
 

@@ -50,13 +50,12 @@ from lastwords.launcher.protocol import (
     ControllerAnswer,
     ControllerWanted,
     Dismissed,
-    Done,
+    FromRank,
     Hello,
     Raised,
-    Report,
     difference,
-    report_of,
-    to_worker,
+    read,
+    to_message,
 )
 from lastwords.launcher.registry import Refused
 from lastwords.launcher.standby import Standby
@@ -241,7 +240,7 @@ class Host:
         """The fork server and the controller that waits end; ranks go on."""
         self._forks.end()
         for link in self._links.values():
-            link.tell(to_worker(Dismissed()))
+            link.tell(to_message(Dismissed()))
             link.hang_up()
         self._controllers.end()
         self._standby.end()
@@ -452,15 +451,15 @@ class Host:
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         who = _Who()
         pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        inbox = Inbox(f"process {pid}", lambda message: report_of(who.rank, message), self._complaints)
+        inbox = Inbox(f"process {pid}", lambda message: read(message, Hello | FromRank, who.rank), self._complaints)
         connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
         return connection
 
-    def _hear(self, who: _Who, link: Connection, report: Report | None) -> None:
+    def _hear(self, who: _Who, link: Connection, report: Hello | FromRank | None) -> None:
         match report:
             case Hello():
                 self._meet(who, link, report)
-            case None | Done():
+            case None:
                 pass  # how a process ends is told by its pidfd
             case _ if who.rank == OWN:
                 pass
@@ -494,7 +493,7 @@ class Host:
             return
         name = f"rank {rank} (pid {hello.pid})"
         if (wrong := difference(hello.version)) is not None:
-            link.tell(to_worker(Refused(f"{name} {wrong}")))
+            link.tell(to_message(Refused(f"{name} {wrong}")))
             link.close()
             return self._lost(f"{name} {wrong}")
         link.let_in(name)
@@ -506,7 +505,7 @@ class Host:
         process = self._controllers.hand_out(work)
         self._restock_in(RESTOCK_S)
         if process is None:
-            return link.tell(to_worker(ControllerAnswer(asked)))
+            return link.tell(to_message(ControllerAnswer(asked)))
         assert process.stdout is not None
         answers = process.stdout
 
@@ -518,7 +517,7 @@ class Host:
                 words = from_json(line, dict[str, Any]) if line else controller_launch.ending(process)
             except FormatError:  # something else has written there
                 words = {}
-            link.tell(to_worker(ControllerAnswer(asked, process.pid, words)))
+            link.tell(to_message(ControllerAnswer(asked, process.pid, words)))
 
         self._selector.register(answers, selectors.EVENT_READ, answered)
 

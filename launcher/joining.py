@@ -18,12 +18,13 @@ from lastwords.launcher.environment import Cluster
 from lastwords.launcher.link import RECV_BYTES, STRANGER_LINE_BYTES_MAX, Lines, keep_alive, send
 from lastwords.launcher.protocol import (
     Admission,
+    Answer,
     Applicant,
     Application,
-    answer_of,
-    challenge_of,
+    Challenge,
     difference,
     proof_of,
+    read,
     to_message,
 )
 from lastwords.launcher.registry import Refused
@@ -118,7 +119,7 @@ class Candidate:
     def _apply(self, link: socket.socket, lines: Lines, token: str) -> Admission | Refused:
         _refuse_itself(link)
         keep_alive(link)
-        challenge = challenge_of(_next(link, lines))
+        challenge: Challenge = read(_next(link, lines), Challenge)
         if (wrong := difference(challenge.version)) is not None:
             raise ConfigError(f"the scheduler at {self._cluster.address} {wrong}")
         process = self._process
@@ -127,7 +128,8 @@ class Candidate:
         )
         application = {**dataclasses.asdict(who), "version": PROTOCOL}
         send(link, to_message(Application(application, proof_of(token, challenge.nonce, application))))
-        return answer_of(_next(link, lines))
+        answer: Admission | Refused = read(_next(link, lines), Answer)
+        return answer
 
 
 def _refuse_itself(link: socket.socket) -> None:

@@ -14,10 +14,10 @@ from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher.cluster_state import directory_of
 from lastwords.launcher.environment import Cluster
-from lastwords.launcher.events import Begun, Ended, Guarded, Inside, Left, Over, Ready
+from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Left, Over, Ready
 from lastwords.launcher.joining import AGAIN_S, ASK_S_MAX, JOIN_S, NO_ANSWER, NOTICE_S, Candidate, Joined
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.protocol import OWN, Beat, Dismissed, Done, Entry, Order, Report, order_of, to_launcher
+from lastwords.launcher.protocol import OWN, Beat, Dismissed, Done, FromSupervisor, ToSupervisor, read, to_message
 from lastwords.launcher.registry import Refused
 
 _log = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ class _Stand:
     """How many have begun in this generation."""
     done: bool = False
     """It has come to its end."""
-    said: dict[type[Report], Report] = field(default_factory=dict)
+    said: dict[type[FromSupervisor], FromSupervisor] = field(default_factory=dict)
     """The newest of each kind since then."""
 
     def entered(self, entry: int) -> None:
         self.entry, self.loops, self.runs, self.done = entry, 0, True, False
         self.said.clear()
 
-    def note(self, event: Report) -> None:
+    def note(self, event: FromSupervisor) -> None:
         if isinstance(event, Begun):
             self.loops += 1
             self.said.pop(Over, None)  # of the loop before
@@ -55,7 +55,7 @@ class _Stand:
             self.said.pop(type(event), None)
             self.said[type(event)] = event
 
-    def repeated(self) -> list[Report]:
+    def repeated(self) -> list[FromSupervisor]:
         if self.done:
             return [Done(self.entry)]
         if not self.runs:
@@ -76,7 +76,7 @@ class Membership:
         self,
         cluster: Cluster,
         selector: selectors.BaseSelector,
-        obey: Callable[[Order], None],
+        obey: Callable[[ToSupervisor], None],
         ended: Callable[[str, bool], None],
     ) -> None:
         self._cluster, self._selector = cluster, selector
@@ -102,14 +102,14 @@ class Membership:
         assert joined is not None
         self._connect(joined)
 
-    def report(self, event: Report) -> None:
+    def report(self, event: FromSupervisor) -> None:
         """Something has happened to the rank."""
         self._stand.note(event)
         if not self._stand.runs:
             self._waits_since_s = self._now_s
         if self._scheduler is not None:
             done = self._stand.done and isinstance(event, Ended)
-            self._scheduler.tell(to_launcher(Done(self._stand.entry) if done else event))
+            self._scheduler.tell(to_message(Done(self._stand.entry) if done else event))
 
     def tick(self) -> None:
         """Time has passed: twice a second at least."""
@@ -130,16 +130,16 @@ class Membership:
 
     def _connect(self, joined: Joined) -> None:
         peer = f"the scheduler at {self._cluster.address}"
-        inbox = Inbox(peer, order_of, self._complaints, joined.lines)
+        inbox = Inbox(peer, lambda message: read(message, ToSupervisor), self._complaints, joined.lines)
         self._scheduler = Connection(joined.link, self._selector, inbox, self._hear)
         self._scheduler.let_in(peer)
         self._heard_s = self._now_s = self._own_time.at(mono_s(), ASK_S_MAX)
         for event in self._stand.repeated():
-            self._scheduler.tell(to_launcher(event))
+            self._scheduler.tell(to_message(event))
         for order in self._scheduler.inbox.feed(b""):  # with the answer to the application, in the same bytes
             self._hear(order)
 
-    def _hear(self, order: Order | None) -> None:
+    def _hear(self, order: ToSupervisor | None) -> None:
         match order:
             case None:
                 self._scheduler = None
@@ -150,7 +150,7 @@ class Membership:
                 self._end(f"the scheduler has given up: {failure}" if failure else "", bool(failure))
             case Beat():
                 pass
-            case Entry(entry):
+            case Enter(entry):
                 self._stand.entered(entry)
                 self._obey_order(order)
             case _:

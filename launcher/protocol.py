@@ -1,15 +1,13 @@
 """What the processes of a job say to each other, encoded and decoded here alone. One message is one line (link.py).
 
-"kind" is the name of a type below or in events.py, beside it stand the fields of that type. Between a rank and its
-launcher, or a supervisor and the scheduler of its cluster, there is no "rank": whoever holds the connection knows it.
+"kind" is the name of a type below or in events.py, beside it stand the fields of that type. Whose rank it is, whoever
+holds the connection of one knows best.
 
-    rank to launcher         Hello first; then what happens to it: Guarded, Begun, Updated, Over, ControllerWanted; Left
-                             or Raised at the end, where there is a reason
-    launcher to rank         ControllerAnswer; Dismissed when nothing is healed any more; Refused instead of all that
-    scheduler to supervisor  Challenge first, Refused or Admission next; then Entry, End, Kill, Dismissed; besides Done
-                             in answer to Done, and Beat
+    rank to launcher         Hello first; then what happens to it, `FromRank`
+    launcher to rank         `ToRank`
+    scheduler to supervisor  Challenge first, Refused or Admission next; then `ToSupervisor`
     supervisor to scheduler  Application first; where its rank runs, Inside next, else Ready; then what happens to the
-                             rank, as above, and Ended; Done where that was its end
+                             rank, and Done where its end was that of its training
     between hosts            Introduction first, then events up to the head of the job, and effects down
 
 Who differs in PROTOCOL from the other end is refused, with what to do. So the first message of either side, Refused and
@@ -23,7 +21,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -33,7 +31,7 @@ from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 
 OWN = -1
-"""The rank of a worker that speaks of itself, and of one that is spoken to."""
+"""The rank of whoever has not shown yet which one it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,25 +73,6 @@ class Done:
     """From a worker of a cluster: its rank has come to its end, in this generation. To it: that is kept."""
 
     entry: int = -1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Seat:
-    """Of a worker of a cluster. rank_0: address of its host."""
-
-    local_rank: int
-    local_size: int
-    rank_0: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """A generation begins; the fields as of `events.Enter`."""
-
-    generation: int
-    port: int
-    step: int
-    seat: Seat | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,94 +142,43 @@ class Introduction:
     version: int = 0
 
 
-_EVENTS = (
-    events.Ready, events.Inside, events.Guarded, events.Begun, events.Updated, events.Over, events.Left, events.Ended,
-    events.Stopped, events.Lost,
-)  # fmt: skip
-_EFFECTS = (events.Enter, events.End, events.Kill, events.Awaited, events.Look, events.Stop)
-_REPORTS = (
-    events.Guarded, events.Begun, events.Updated, events.Over, events.Left, events.Ready, events.Inside, events.Ended,
-    events.Stopped, ControllerWanted, Raised, Done, Hello,
-)  # fmt: skip
-_ORDERS = (events.End, events.Kill, events.Look, Entry, ControllerAnswer, Dismissed, Refused, Done, Beat)
-_GREETINGS = (Challenge, Application, Admission, Introduction)
-_WITHIN = (Applicant, Seat)
-KINDS = tuple(dict.fromkeys((*_EVENTS, *_EFFECTS, *_REPORTS, *_ORDERS, *_GREETINGS, *_WITHIN)))
+OfRank = events.Guarded | events.Begun | events.Updated | events.Over | events.Left
+"""What a rank itself says of what happens to it."""
+FromRank = OfRank | ControllerWanted | Raised
+ToRank = ControllerAnswer | Dismissed | Refused
+FromSupervisor = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | Done
+ToSupervisor = events.Enter | events.End | events.Kill | events.Look | Dismissed | Refused | Done | Beat
+FromHost = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | events.Lost
+ToHost = events.Enter | events.End | events.Kill | events.Awaited | events.Look | events.Stop
+Answer = Admission | Refused
+"""That of a scheduler to an application."""
+Greeting = Hello | Challenge | Application | Admission | Introduction
+Message = FromRank | ToRank | FromSupervisor | ToSupervisor | FromHost | ToHost | Greeting
+KINDS = (*get_args(Message), Applicant, events.Seat)
 """All types that go over a connection, those within others as well."""
 
-Report = (
-    events.Guarded | events.Begun | events.Updated | events.Over | events.Left | events.Ready | events.Inside
-    | events.Ended | events.Stopped | ControllerWanted | Raised | Done | Hello
-)  # fmt: skip
-Order = events.End | events.Kill | events.Look | Entry | ControllerAnswer | Dismissed | Refused | Done | Beat
-Greeting = Challenge | Application | Admission | Introduction
 
-
-def to_message(what: events.Event | events.Effect | Greeting | Report | Order) -> dict[str, Any]:
-    """What another host's launcher understands."""
+def to_message(what: Any) -> dict[str, Any]:
+    """What `read` understands, of a dataclass."""
     return {"kind": type(what).__name__, **dataclasses.asdict(what)}
 
 
-def to_launcher(report: Report) -> dict[str, Any]:
-    """What `report_of` understands, there or in the scheduler."""
-    message = to_message(report)
-    return message if isinstance(report, Hello) else _without_rank(message)
+def read(message: Mapping[str, Any], kinds: Any, rank: int | None = None) -> Any:
+    """One of these types (a type, or a union). FormatError for what is none.
 
-
-def to_worker(order: Order) -> dict[str, Any]:
-    """What `order_of` understands."""
-    return _without_rank(to_message(order))
-
-
-def report_of(rank: int, message: Mapping[str, Any]) -> Report:
-    """What the worker that is `rank` has said; an event, or something for the shell. FormatError for what is none."""
-    rank_said = {} if message.get("kind") == Hello.__name__ else {"rank": rank}
-    found: Report = _of({**message, **rank_said}, _REPORTS)
-    return found
-
-
-def order_of(message: Mapping[str, Any]) -> Order:
-    """What a worker is told. FormatError for what is none."""
-    found: Order = _of({**message, "rank": OWN}, _ORDERS)
-    return found
-
-
-def event_of(message: Mapping[str, Any]) -> events.Event:
-    """FormatError for what is none."""
-    found: events.Event = _of(message, _EVENTS)
-    return found
-
-
-def effect_of(message: Mapping[str, Any]) -> events.Effect:
-    """FormatError for what is none."""
-    found: events.Effect = _of(message, _EFFECTS)
-    return found
-
-
-def challenge_of(message: Mapping[str, Any]) -> Challenge:
-    """FormatError for what is none."""
-    found: Challenge = _of(message, (Challenge,))
-    return found
+    rank: whose word it is, whatever it says of that. No field may be left out, whatever its default: that is for
+    whoever makes one here.
+    """
+    kind = next((one for one in get_args(kinds) or (kinds,) if one.__name__ == message.get("kind")), None)
+    if kind is None:
+        raise FormatError(f"{message.get('kind')!r:.80} is nothing that can be said here")
+    return _converted(message if rank is None else {**message, "rank": rank}, kind)
 
 
 def application_of(message: Mapping[str, Any]) -> tuple[Application, Applicant | None]:
     """None from a process of another version, which may say other things there. FormatError for what is none."""
-    found: Application = _of(message, (Application,))
-    if found.version != PROTOCOL:
-        return found, None
-    return found, _converted(found.apply, Applicant)
-
-
-def answer_of(message: Mapping[str, Any]) -> Admission | Refused:
-    """That of a scheduler to an application. FormatError for what is none."""
-    found: Admission | Refused = _of(message, (Admission, Refused))
-    return found
-
-
-def introduction_of(message: Mapping[str, Any]) -> Introduction:
-    """FormatError for what is none."""
-    found: Introduction = _of(message, (Introduction,))
-    return found
+    found: Application = read(message, Application)
+    return found, _converted(found.apply, Applicant) if found.version == PROTOCOL else None
 
 
 def difference(version: object, own: int = PROTOCOL) -> str | None:
@@ -272,19 +200,7 @@ def proof_of(token: str, nonce: str, application: dict[str, Any]) -> str:
     return hmac.new(token.encode(), said, hashlib.sha256).hexdigest()
 
 
-def _without_rank(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "rank"}
-
-
-def _of(message: Mapping[str, Any], kinds: tuple[Any, ...]) -> Any:
-    kind = next((one for one in kinds if one.__name__ == message.get("kind")), None)
-    if kind is None:
-        raise FormatError(f"{message.get('kind')!r:.80} is nothing that can be said here")
-    return _converted({key: value for key, value in message.items() if key != "kind"}, kind)
-
-
 def _converted(fields: Mapping[str, Any], kind: type[Any]) -> Any:
-    """No field may be left out, whatever its default: that is for whoever makes one here."""
     missing = {one.name for one in dataclasses.fields(kind)} - {*fields, "version"}
     try:
         if missing:

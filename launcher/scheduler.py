@@ -38,6 +38,7 @@ from lastwords.launcher.events import (
     Look,
     Lost,
     Ready,
+    Seat,
     Stop,
 )
 from lastwords.launcher.head import Head
@@ -49,21 +50,15 @@ from lastwords.launcher.protocol import (
     Application,
     Beat,
     Challenge,
-    ControllerWanted,
     Dismissed,
     Done,
-    Entry,
-    Hello,
-    Order,
-    Raised,
-    Report,
-    Seat,
+    FromSupervisor,
+    ToSupervisor,
     application_of,
     difference,
     proof_of,
-    report_of,
+    read,
     to_message,
-    to_worker,
 )
 from lastwords.launcher.registry import Admitted, Member, Process, Refused, Registry
 from lastwords.launcher.roster import KEEP_AGAIN_S, Place
@@ -249,7 +244,7 @@ class Scheduler:
                 continue
             if len(self._strangers) >= self._strangers_max:
                 self._strangers.pop(0).connection.close()
-            one.connection.tell(to_message(Challenge(one.nonce, PROTOCOL)))
+            one.tell(Challenge(one.nonce, PROTOCOL))
             self._strangers.append(one)
 
     def apply(self, link: _Link, application: Application, who: Applicant | None) -> None:
@@ -283,7 +278,7 @@ class Scheduler:
         member = self._member(verdict.rank)
         member.linked = True
         link.connection.let_in(f"rank {verdict.rank} (pid {member.process.pid} at {link.address})")
-        link.connection.tell(to_message(Admission(verdict.rank, verdict.name, self._kept.job)))
+        link.tell(Admission(verdict.rank, verdict.name, self._kept.job))
         if verdict.anew:
             _log.warning("worker %r has come, as rank %d", verdict.name, verdict.rank)
         if self._result is not None:
@@ -343,14 +338,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ what is said and done
 
-    def hear(self, rank: int, report: Report) -> None:
+    def hear(self, rank: int, report: FromSupervisor) -> None:
         """What a worker says."""
         match report:
             case Done(entry):
                 self._member(rank).done = True
                 self._done[rank] = entry
-            case Hello() | Raised() | ControllerWanted():
-                pass  # for a launcher on its host
             case _:
                 self._report(report)
 
@@ -387,8 +380,8 @@ class Scheduler:
                 if (failure := self._keep()) is not None:
                     self._kept = before
                 self._report(Kept(entry, failure or ""))
-            case Enter(entry, port, step):
-                self._tell_to_enter(entry, port, step)
+            case Enter():
+                self._tell_to_enter(effect)
             case End(rank) | Kill(rank) | Look(rank):
                 self._tell(rank, effect)
             case Awaited(rank, what):
@@ -407,7 +400,7 @@ class Scheduler:
         if wanted:
             self._keep()
 
-    def _tell_to_enter(self, entry: int, port: int, step: int) -> None:
+    def _tell_to_enter(self, enter: Enter) -> None:
         by_host: dict[str, list[int]] = {}
         for one in sorted(self._registry.members.values(), key=lambda one: one.rank):
             by_host.setdefault(one.process.host, []).append(one.rank)
@@ -415,7 +408,7 @@ class Scheduler:
         rank_0 = self._cluster.host if near else self._links[0].address
         for ranks in by_host.values():
             for local, rank in enumerate(ranks):
-                self._tell(rank, Entry(entry, port, step, Seat(local, len(ranks), rank_0)))
+                self._tell(rank, dataclasses.replace(enter, seat=Seat(local, len(ranks), rank_0)))
 
     def _beat(self) -> None:
         """To all workers, now and then."""
@@ -424,7 +417,7 @@ class Scheduler:
             for rank in self._links:
                 self._tell(rank, Beat())
 
-    def _tell(self, rank: int, order: Order) -> None:
+    def _tell(self, rank: int, order: ToSupervisor) -> None:
         if rank in self._links:
             self._links[rank].tell(order)
 
@@ -461,14 +454,14 @@ class _Link:
         inbox = Inbox(f"a process at {address}", self._decode, scheduler.complaints, Lines(STRANGER_LINE_BYTES_MAX))
         self.connection = Connection(link, selector, inbox, self._hear)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: ToSupervisor | Challenge | Admission) -> None:
         """To the process."""
-        self.connection.tell(to_worker(order))
+        self.connection.tell(to_message(order))
 
-    def _decode(self, message: dict[str, Any]) -> Report | tuple[Application, Applicant | None]:
-        return application_of(message) if self.rank == OWN else report_of(self.rank, message)
+    def _decode(self, message: dict[str, Any]) -> FromSupervisor | tuple[Application, Applicant | None]:
+        return application_of(message) if self.rank == OWN else read(message, FromSupervisor, self.rank)
 
-    def _hear(self, what: Report | tuple[Application, Applicant | None] | None) -> None:
+    def _hear(self, what: FromSupervisor | tuple[Application, Applicant | None] | None) -> None:
         if what is None:
             self._scheduler.lost(self)
         elif not isinstance(what, tuple):

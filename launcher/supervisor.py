@@ -35,7 +35,7 @@ from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.host import Host, Program, rank_server
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.processes import Seat
-from lastwords.launcher.protocol import Done, Entry, Order
+from lastwords.launcher.protocol import Done, ToSupervisor
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.departure import EXIT_NOT_SAVED, say
 from lastwords.processor.signals import UNHANDLED_STOPS
@@ -167,19 +167,14 @@ class Supervisor:
 
     # ------------------------------------------------------------------ the scheduler
 
-    def _obey(self, order: Order) -> None:
-        rank = self._membership.rank
+    def _obey(self, order: ToSupervisor) -> None:
         match order:
-            case Entry(entry, port, step, seat) if seat is not None:
+            case Enter(seat=seat) if seat is not None:
                 self._seat.env |= {"LOCAL_RANK": str(seat.local_rank), "LOCAL_WORLD_SIZE": str(seat.local_size)}
                 self._host.address = seat.rank_0
-                self._host.obey(Enter(entry, port, step))
-            case End():
-                self._host.obey(End(rank))
-            case Kill(why=why):
-                self._host.obey(Kill(rank, why))
-            case Look():
-                self._host.obey(Look(rank))
+                self._host.obey(order)
+            case End() | Kill() | Look():
+                self._host.obey(order)
             case Done():
                 self._end(0)
             case _:

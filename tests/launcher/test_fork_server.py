@@ -14,8 +14,9 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.errors import FormatError
 from lastwords.launcher import fork_server, forks
-from lastwords.launcher.fork_messages import message_of
+from lastwords.launcher.fork_messages import Forked, Made
 from lastwords.launcher.forks import DEATHS_MAX, ForkServer
+from lastwords.launcher.protocol import read
 from tests import golden
 from tests.integration.faults import is_gone
 from tests.integration.harness import Cluster
@@ -124,10 +125,12 @@ def test_a_fork_server_that_has_a_thread_of_its_own_makes_no_ranks(
     assert not (tmp_path / "tidy.py.imports").exists()
 
 
-@pytest.mark.parametrize("said", [{}, {"kind": "Spoilt"}, {"kind": "Forked", "pids": {"0": "x"}}], ids=str)
+@pytest.mark.parametrize(
+    "said", [{}, {"kind": "Spoilt"}, {"kind": "Forked", "pids": {"0": "x"}, "problem": ""}], ids=str
+)
 def test_what_is_nothing_that_a_fork_server_says_is_refused(said: dict[str, object]) -> None:
     with golden.raises(FormatError):
-        message_of(said)
+        read(said, Made | Forked)
 
 
 # ---------------------------------------------------------------------- in a job

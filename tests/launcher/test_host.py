@@ -46,11 +46,12 @@ from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
     ControllerAnswer,
+    FromRank,
     Hello,
     Raised,
-    Report,
-    order_of,
-    to_launcher,
+    ToRank,
+    read,
+    to_message,
 )
 from lastwords.launcher.registry import Refused
 from tests import golden
@@ -437,7 +438,7 @@ def test_a_controller_in_advance_that_ends_when_it_is_handed_out_says_how(
         host._hand_out(SimpleNamespace(tell=told.append), {}, 5)  # type: ignore[arg-type]
         for key, _ in selector.select(10):
             key.data()
-    assert order_of(told[0]) == ControllerAnswer(5, process.pid, {"ended": how})
+    assert read(told[0], ToRank) == ControllerAnswer(5, process.pid, {"ended": how})
 
 
 # ---------------------------------------------------------------------- what is short
@@ -528,8 +529,8 @@ class Told:
         self.say(link, Hello(0, self._pid, version))
         return link
 
-    def say(self, link: socket.socket, report: Report) -> None:
-        send(link, to_launcher(report))
+    def say(self, link: socket.socket, report: Hello | FromRank) -> None:
+        send(link, to_message(report))
         self._host.turn()
 
 
@@ -547,7 +548,7 @@ def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_n
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(host._server.getsockname())
         for report in (Hello(0, process.pid, PROTOCOL), Raised("no such setting", lasting=True)):
-            send(link, to_launcher(report))
+            send(link, to_message(report))
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     seen = {key.fileobj: key.data for key, _ in host._selector.select(1)}
@@ -592,7 +593,7 @@ def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
     assert told.link.recv(1 << 16).endswith(b"\n"), "it is dismissed"
     assert not told.link.recv(1), "and hears nothing more"
     record = str(tmp_path / "incidents.jsonl")
-    send(told.link, to_launcher(Left(OWN, 7, record)))
+    send(told.link, to_message(Left(OWN, 7, record)))
     os.kill(host.process.pid, signal.SIGTERM)
     host.process.wait()
     assert host.left() == HowLeft({0: -signal.SIGTERM}, 7, Path(record))
@@ -651,7 +652,7 @@ def test_a_rank_of_another_version_ends_the_job_and_is_told_what_to_do(host: Tes
     with told.connect(PROTOCOL + 1) as link:
         (message,) = Lines().feed(link.recv(1 << 16))
         assert link.recv(1) == b""
-    order, (lost,) = order_of(message), host.events
+    order, (lost,) = read(message, ToRank), host.events
     assert isinstance(lost, Lost)
     assert order == Refused(lost.why)
     golden.says(lost.why.replace(str(host.process.pid), "PID"))

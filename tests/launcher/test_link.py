@@ -33,7 +33,7 @@ from lastwords.launcher.events import (
 )
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Complaints, Connection, Inbox, Lines, send
-from lastwords.launcher.protocol import PROTOCOL, Introduction, effect_of, event_of, to_message
+from lastwords.launcher.protocol import PROTOCOL, FromHost, Introduction, ToHost, read, to_message
 from tests import golden
 from tests.launcher.test_scheduler import reset
 
@@ -48,15 +48,15 @@ from tests.launcher.test_scheduler import reset
 )  # fmt: skip
 def test_events_and_effects_come_through_as_they_are(what: Event | Effect) -> None:
     (line,) = Lines().feed(json.dumps(to_message(what)).encode() + b"\n")
-    assert (event_of if isinstance(what, Event) else effect_of)(line) == what
+    assert read(line, FromHost if isinstance(what, Event) else ToHost) == what
 
 
 @pytest.mark.parametrize("line", [{}, {"kind": "Tick"}, {"kind": "Ended", "rank": "zero", "code": 1}, {"kind": "End"}])
 def test_anything_else_is_refused(line: dict[str, object]) -> None:
     with pytest.raises(FormatError):
-        event_of(line)
+        read(line, FromHost)
     with pytest.raises(FormatError):
-        effect_of(line)
+        read(line, ToHost)
 
 
 class Job:
@@ -271,7 +271,7 @@ def test_a_launcher_of_another_version_ends_the_job_and_both_are_told_what_to_do
         (stop,) = job.here
         assert isinstance(stop, Stop)
         (message,) = Lines().feed(other.recv(1 << 16))
-        assert effect_of(message) == stop
+        assert read(message, ToHost) == stop
     golden.says(str(stop.failure))
     job.listener.end()
 

@@ -17,7 +17,7 @@ from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher import joining, membership, scheduler
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
-from lastwords.launcher.events import Begun, Ended, Guarded, Inside, Kill, Left, Over, Ready
+from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Kill, Left, Over, Ready, Seat
 from lastwords.launcher.joining import JOIN_S, Candidate, Joined
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.membership import Membership
@@ -29,13 +29,10 @@ from lastwords.launcher.protocol import (
     Challenge,
     Dismissed,
     Done,
-    Entry,
-    Order,
-    Report,
-    Seat,
-    report_of,
+    FromSupervisor,
+    ToSupervisor,
+    read,
     to_message,
-    to_worker,
 )
 from lastwords.launcher.registry import Refused
 from tests import golden
@@ -115,7 +112,7 @@ class Near:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.scheduler, near = socket.socketpair()
-        self.told: list[Order] = []
+        self.told: list[ToSupervisor] = []
         self.ended: list[tuple[str, bool]] = []
         self._lines, self._selector = Lines(), selectors.DefaultSelector()
         monkeypatch.setattr(membership, "mono_s", lambda: self.now_s)
@@ -127,7 +124,7 @@ class Near:
         self.worker.begin()
 
     def enters(self, entry: int = 0) -> None:
-        send(self.scheduler, to_worker(Entry(entry, 29500, 0, Seat(0, 2, "127.0.0.1"))))
+        send(self.scheduler, to_message(Enter(entry, 29500, 0, Seat(0, 2, "127.0.0.1"))))
         self.passes(0.5)
         assert self.worker._stand.entry == entry
 
@@ -145,7 +142,7 @@ class Near:
             self.worker.tick()
 
     def beats(self) -> None:
-        send(self.scheduler, to_worker(Beat()))
+        send(self.scheduler, to_message(Beat()))
 
     def loses(self) -> None:
         """The connection to its scheduler."""
@@ -154,9 +151,9 @@ class Near:
             key.data()
 
     @property
-    def said(self) -> list[Report]:
+    def said(self) -> list[FromSupervisor]:
         """To the scheduler, since it was asked the last time."""
-        return [report_of(1, message) for message in self._lines.feed(self.scheduler.recv(1 << 20))]
+        return [read(message, FromSupervisor, 1) for message in self._lines.feed(self.scheduler.recv(1 << 20))]
 
     def close(self) -> None:
         self.scheduler.close()
@@ -200,10 +197,10 @@ def test_what_happens_to_a_rank_is_said_and_repeated_to_the_next_scheduler(near:
 
 def test_what_the_scheduler_orders_is_passed_on(near: Near) -> None:
     near.enters()
-    send(near.scheduler, to_worker(Kill(1, "it is late")))
+    send(near.scheduler, to_message(Kill(1, "it is late")))
     near.passes(0.5)
-    assert [type(order) for order in near.told] == [Entry, Kill]
-    send(near.scheduler, to_worker(Dismissed("a crash loop")))
+    assert [type(order) for order in near.told] == [Enter, Kill]
+    send(near.scheduler, to_message(Dismissed("a crash loop")))
     near.passes(2)
     near.loses()
     near.passes(2)

@@ -23,6 +23,7 @@ from lastwords.launcher.events import (
     Begun,
     End,
     Ended,
+    Enter,
     Guarded,
     Inside,
     Kill,
@@ -30,6 +31,7 @@ from lastwords.launcher.events import (
     Look,
     Over,
     Ready,
+    Seat,
     Stopped,
     Updated,
 )
@@ -44,17 +46,15 @@ from lastwords.launcher.protocol import (
     ControllerWanted,
     Dismissed,
     Done,
-    Entry,
+    FromRank,
+    FromSupervisor,
     Hello,
-    Order,
     Raised,
-    Report,
-    Seat,
+    ToRank,
+    ToSupervisor,
     difference,
-    order_of,
-    report_of,
-    to_launcher,
-    to_worker,
+    read,
+    to_message,
 )
 from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.launch import reporter
@@ -63,7 +63,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (2, "43f796c1730fe8eb")
+FORM = (2, "9aba558920c32219")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -97,30 +97,29 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "said",
     [
-        Hello(0, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
+        Hello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
         Begun(RANK, 1, "late", resumes=False), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
         ControllerWanted({"spec": "{}"}, 5), Raised("ValueError: x", lasting=False), Done(),
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_a_worker_says_comes_through_with_the_rank_of_its_connection(said: Report) -> None:
-    assert report_of(RANK, wire(to_launcher(said))) == said
-    if not isinstance(said, Hello):
-        assert report_of(RANK, {**to_launcher(said), "rank": 0}) == said
+def test_what_a_worker_says_comes_through_with_the_rank_of_its_connection(said: FromRank | FromSupervisor) -> None:
+    message = {**wire(to_message(said)), "rank": 0}
+    assert read(message, Hello | FromRank | FromSupervisor, RANK) == said
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        End(OWN), Kill(OWN, "late"), Look(OWN), Entry(4, 29500, 7), Entry(4, 29500, 7, Seat(0, 2, "node-1")),
+        End(RANK), Kill(RANK, "late"), Look(RANK), Enter(4, 29500, 7), Enter(4, 29500, 7, Seat(0, 2, "node-1")),
         ControllerAnswer(5), ControllerAnswer(5, 7, {"port": 1}), Dismissed("why"), Refused("why", later=True), Done(),
         Beat(),
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_a_worker_is_told_comes_through(said: Order) -> None:
-    assert order_of(wire(to_worker(said))) == said
+def test_what_a_worker_is_told_comes_through(said: ToRank | ToSupervisor) -> None:
+    assert read(wire(to_message(said)), ToRank | ToSupervisor) == said
 
 
 class Launcher:
@@ -137,16 +136,16 @@ class Launcher:
     def link(self) -> socket.socket:
         return self._server.accept()[0]
 
-    def hears(self) -> list[Report]:
+    def hears(self) -> list[Hello | FromRank]:
         """All that has been said so far."""
-        found: list[Report] = []
+        found: list[Hello | FromRank] = []
         with contextlib.suppress(BlockingIOError):
             while data := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
-                found += [report_of(RANK, said) for said in self._lines.feed(data)]
+                found += [read(said, Hello | FromRank, RANK) for said in self._lines.feed(data)]
         return found
 
-    def says(self, *orders: Order) -> None:
-        self.link.sendall(b"".join(json.dumps(to_worker(order)).encode() + b"\n" for order in orders))
+    def says(self, *orders: ToRank) -> None:
+        self.link.sendall(b"".join(json.dumps(to_message(order)).encode() + b"\n" for order in orders))
 
     def end(self) -> None:
         self._server.close()
@@ -161,7 +160,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     one.end()
 
 
-SAYINGS: list[tuple[Callable[[Reporter], object], Report]] = [
+SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.guarded(Path("/state")), Guarded(RANK, "/state")),
     (lambda one: one.guarded(None), Guarded(RANK)),
     (lambda one: one.begun(7, "late", resumes=False), Begun(RANK, 7, "late", resumes=False)),
@@ -200,7 +199,7 @@ def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
     ids=["one", "none", "no launcher"],
 )
 def test_a_rank_asks_for_a_controller_and_understands_the_answer(
-    launcher: Launcher, answers: tuple[Order, ...], found: object
+    launcher: Launcher, answers: tuple[ToRank, ...], found: object
 ) -> None:
     one, got = Reporter(launcher.path, RANK), list[object]()
     asks = threading.Thread(target=lambda: got.append(one.controller({"spec": "{}"})))
@@ -226,7 +225,7 @@ def test_a_rank_knows_the_launcher_and_whether_that_ends(launcher: Launcher) -> 
     one = Reporter(launcher.path, RANK)
     assert not one.dismissed
     assert one.launcher_pid == os.getpid()
-    launcher.says(Beat())
+    launcher.says(ControllerAnswer(1))
     assert not one.dismissed
     launcher.says(Dismissed())
     assert one.dismissed
@@ -287,7 +286,7 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
         {"kind": ["Begun"]},
         {"kind": "Begun", "step": "x", "inexact": "", "resumes": True},
         {"kind": "Begun", "step": 0, "inexact": ""},
-        {"kind": "Entry", "generation": 1, "port": 1},
+        {"kind": "Enter", "generation": 1, "port": 1},
         {"kind": "x" * 1000},
     ],
     ids=range(7),
@@ -295,9 +294,9 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
 def test_anything_else_is_refused_and_named(message: dict[str, Any]) -> None:
     """A field that is left out is none that has its default."""
     with golden.raises(FormatError):
-        report_of(RANK, message)
+        read(message, FromRank, RANK)
     with pytest.raises(FormatError):
-        order_of(message)
+        read(message, ToSupervisor)
 
 
 @pytest.mark.parametrize("version", [0, PROTOCOL + 1, "x" * 1000, None])
@@ -305,15 +304,16 @@ def test_who_has_another_version_is_told_what_to_do(version: object) -> None:
     golden.says(difference(version))
 
 
-def begun(message: dict[str, Any]) -> Report:
-    return report_of(RANK, message)
+def begun(message: dict[str, Any]) -> FromRank:
+    said: FromRank = read(message, FromRank, RANK)
+    return said
 
 
 def test_what_is_not_understood_is_told_once_for_each_peer(caplog: pytest.LogCaptureFixture) -> None:
     complaints = Complaints()
     for peer in ("rank 3", "rank 3", "rank 4"):
         inbox = Inbox(peer, begun, complaints)
-        wrong, right = b'{"kind": "Begun"}\n', json.dumps(to_launcher(Begun(OWN))).encode() + b"\n"
+        wrong, right = b'{"kind": "Begun"}\n', json.dumps(to_message(Begun(OWN))).encode() + b"\n"
         assert [*inbox.feed(right + wrong + right)] == [Begun(RANK)]
         assert inbox.broken
         assert [*inbox.feed(right)] == []

@@ -37,9 +37,8 @@ from lastwords.launcher.protocol import (
     Beat,
     Dismissed,
     Done,
-    Report,
+    FromSupervisor,
     proof_of,
-    to_launcher,
     to_message,
 )
 from lastwords.launcher.registry import SILENCE_S, Member, Process, Refused
@@ -132,7 +131,7 @@ def test_whoever_does_not_know_the_token_is_not_heard(rig: Rig) -> None:
     link.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rig.answers(link, lines) == [{"closed": True}]
     link, lines, _ = rig.connect()
-    send(link, to_launcher(Ready(OWN, 7)))
+    send(link, to_message(Ready(OWN, 7)))
     assert rig.answers(link, lines) == [{"closed": True}]
 
 
@@ -214,8 +213,8 @@ def test_a_process_that_applies_twice_at_once_is_one_worker(rig: Rig) -> None:
         rig.send(link, nonce, rig.application("0"))
     assert [answer["rank"] for answer in rig.answers(link, lines)] == [0, 0]
     rig.scheduler._head.take_over(3, 7)
-    send(link, to_launcher(Done(3)))
-    assert rig.answers(link, lines) == [to_launcher(Done())]
+    send(link, to_message(Done(3)))
+    assert rig.answers(link, lines) == [to_message(Done())]
 
 
 def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +223,9 @@ def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch:
     rig.scheduler._head.take_over(3, 7)
     with monkeypatch.context() as patched:
         patched.setattr(rig.state, "write", no_room)
-        send(link, to_launcher(Done(3)))
+        send(link, to_message(Done(3)))
         assert rig.answers(link, lines) == []
-    assert rig.answers(link, lines) == [to_launcher(Done())]
+    assert rig.answers(link, lines) == [to_message(Done())]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_a_worker_that_is_done_is_told_so_once_it_is_kept(rig: Rig, monkeypatch:
     ids=["its generation is over", "it has not heard that another one has begun", "what was kept is lost", "and late"],
 )
 def test_a_rank_that_has_come_to_its_end_in_vain_takes_part_in_the_next_generation(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, kept: int | None, entry: int, other: Report, first: int
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, kept: int | None, entry: int, other: FromSupervisor, first: int
 ) -> None:
     monkeypatch.setattr(process_id, "runs", lambda *_: True)
     links = [meet(rig, rank) for rank in range(2)]
@@ -243,10 +242,10 @@ def test_a_rank_that_has_come_to_its_end_in_vain_takes_part_in_the_next_generati
         rig.scheduler._head.take_over(kept, 7)
     said = other, Done(entry)
     for rank in (first, 1 - first):
-        send(links[rank][0], to_launcher(said[rank]))
+        send(links[rank][0], to_message(said[rank]))
         answers = rig.answers(*links[1])
     (begins,) = answers
-    assert (begins["kind"], begins["generation"] > 3) == ("Entry", True)
+    assert (begins["kind"], begins["generation"] > 3) == ("Enter", True)
     assert not rig.scheduler._member(1).done
 
 
@@ -255,16 +254,16 @@ def test_nothing_begins_while_a_worker_is_not_connected_and_has_not_said_where_i
 ) -> None:
     monkeypatch.setattr(process_id, "runs", lambda *_: True)
     links = [meet(rig, rank) for rank in range(2)]
-    send(links[0][0], to_launcher(Ready(OWN)))
+    send(links[0][0], to_message(Ready(OWN)))
     assert rig.answers(*links[0]) == []
     links[0][0].close()
-    send(links[1][0], to_launcher(Ready(OWN)))
+    send(links[1][0], to_message(Ready(OWN)))
     assert rig.answers(*links[1]) == []
     assert rig.scheduler._head._recovery._events == [], "it has not died"
     again = meet(rig, 0)
     assert rig.answers(*links[1]) == []
-    send(again[0], to_launcher(Ready(OWN)))
-    assert [rig.answers(*link)[0]["kind"] for link in (again, links[1])] == ["Entry", "Entry"]
+    send(again[0], to_message(Ready(OWN)))
+    assert [rig.answers(*link)[0]["kind"] for link in (again, links[1])] == ["Enter", "Enter"]
 
 
 @pytest.mark.parametrize("end", [Ended(OWN, 1), Ready(OWN, 3), None], ids=["its rank", "meanwhile", "its supervisor"])
@@ -274,7 +273,7 @@ def test_without_recovery_the_first_death_ends_the_job(
     monkeypatch.setattr(rig.scheduler, "_cluster", dataclasses.replace(rig.cluster, recovery=False))
     link, _ = train(rig, monkeypatch, runs=end is not None)[1]
     if end is not None:
-        send(link, to_launcher(end))
+        send(link, to_message(end))
         rig.scheduler._turn(0.05)
     looks(rig)
     golden.says(rig.scheduler._result.failure if rig.scheduler._result else "")
@@ -304,12 +303,12 @@ def test_the_next_scheduler_knows_what_one_that_knew_nothing_has_learnt_from_the
     links = []
     for rank in range(2):
         link, lines = meet(rig, rank)
-        send(link, to_launcher(Inside(OWN, 5, True, 1)))
+        send(link, to_message(Inside(OWN, 5, True, 1)))
         assert rig.answers(link, lines) == []
         links.append((link, lines))
     for said in (Over(OWN), Done(5)):
-        send(links[0][0], to_launcher(said))
-    assert rig.answers(*links[0]) == [to_launcher(Done())]
+        send(links[0][0], to_message(said))
+    assert rig.answers(*links[0]) == [to_message(Done())]
     rig.scheduler.close()
     with selectors.DefaultSelector() as selector:
         scheduler = Scheduler(rig.cluster, rig.state, rig.state._read(), selector)
@@ -356,7 +355,7 @@ def test_what_the_workers_of_a_large_cluster_bring_at_once_is_written_once(
     one.answer()
     one.scheduler._head.take_over(5, 7)
     for link in one.links.values():
-        send(link, to_launcher(Done(5)))
+        send(link, to_message(Done(5)))
     one.turn()
     assert written[1:] == ([] if full else [workers])
     one.close()
@@ -671,7 +670,7 @@ def test_a_worker_that_was_done_is_admitted_again_where_all_ranks_begin_once_mor
     rig.answers(link, lines)
     rig.apply("0", pid=1)
     rig.scheduler._head.take_over(3, 7)
-    send(link, to_launcher(Done(3)))
+    send(link, to_message(Done(3)))
     rig.answers(link, lines)
     assert rig.apply("1")[0]["done"]
     for _ in range(2):
@@ -697,7 +696,7 @@ def test_workers_that_have_ended_while_the_scheduler_was_stopped_are_heard_out(
     """The select that it was stopped in has seen nothing of what they have said since."""
     for rank, (link, _) in enumerate(train(rig, monkeypatch)):
         for said in (Over(rank), Done(3)):
-            send(link, to_launcher(said))
+            send(link, to_message(said))
         link.close()
     looks(rig)
     rig.scheduler._turn(0.0)
@@ -711,7 +710,7 @@ def test_how_a_rank_has_ended_is_heard_though_its_supervisor_has_ended_since(
     heard = list[Event]()
     monkeypatch.setattr(rig.scheduler._head, "hear", heard.append)
     end = Ended(1, 1, raised="ImportError: x", lasting=True)
-    send(links[1][0], to_launcher(end))
+    send(links[1][0], to_message(end))
     looks(rig)
     assert heard == [end, Gone(0), Gone(1)]
 
@@ -720,7 +719,7 @@ def test_a_name_whose_process_has_just_said_that_it_is_done_does_not_change_hand
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links = train(rig, monkeypatch)
-    send(links[1][0], to_launcher(Done(3)))
+    send(links[1][0], to_message(Done(3)))
     another = Applicant("1", rig.scheduler._host, 7, 1, 2, None, "")
     first, then = rig.scheduler._verdict(another), rig.scheduler._verdict(another)
     assert isinstance(first, Refused)
@@ -776,7 +775,7 @@ def test_a_worker_may_say_more_than_a_stranger(rig: Rig) -> None:
     link, lines, nonce = rig.connect()
     rig.send(link, nonce, rig.application("0"))
     rig.answers(link, lines)
-    send(link, to_launcher(Left(OWN, 7, "x" * 2 * STRANGER_LINE_BYTES_MAX)))
+    send(link, to_message(Left(OWN, 7, "x" * 2 * STRANGER_LINE_BYTES_MAX)))
     assert rig.answers(link, lines) == []
 
 
@@ -789,7 +788,7 @@ def test_a_mistake_of_the_schedulers_own_is_not_taken_for_a_workers(
     caplog.clear()
     for mistake in (KeyError(7), FormatError("of a file")):
         monkeypatch.setattr(rig.scheduler._head, "hear", raises(mistake))
-        send(link, to_launcher(Begun(OWN)))
+        send(link, to_message(Begun(OWN)))
         with pytest.raises(type(mistake)):
             rig.answers(link, lines)
     assert caplog.messages == []
@@ -815,7 +814,7 @@ def test_no_generation_begins_before_that_is_kept(
     with monkeypatch.context() as patched:
         patched.setattr(rig.state, "write", no_room)
         for link, lines in workers:
-            send(link, to_launcher(Ready(OWN)))
+            send(link, to_message(Ready(OWN)))
             assert rig.answers(link, lines) == []
         for _ in range(3):
             now_s[0] += KEEP_AGAIN_S
@@ -825,7 +824,7 @@ def test_no_generation_begins_before_that_is_kept(
     now_s[0] += KEEP_AGAIN_S
     rig.scheduler._head.tick()
     assert rig.state._read().generation == 0
-    assert [[one["kind"] for one in rig.answers(*worker)] for worker in workers] == [["Entry"], ["Entry"]]
+    assert [[one["kind"] for one in rig.answers(*worker)] for worker in workers] == [["Enter"], ["Enter"]]
     golden.says("\n".join(caplog.messages))
 
 

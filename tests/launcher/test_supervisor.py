@@ -42,10 +42,10 @@ from lastwords.launcher.events import (
     Stopped,
     Updated,
 )
+from lastwords.launcher.events import Seat as Given
 from lastwords.launcher.host import Host, Program
 from lastwords.launcher.processes import Seat
-from lastwords.launcher.protocol import OWN, Beat, Done, Entry, Report
-from lastwords.launcher.protocol import Seat as Given
+from lastwords.launcher.protocol import Beat, Done, FromSupervisor
 from lastwords.launcher.scheduler import Scheduler
 from lastwords.launcher.supervisor import Supervisor, become_supervisor
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
@@ -62,7 +62,7 @@ class Fake:
     def __init__(self, *given: Any) -> None:
         self.rank, self.job, self.address = 1, "job", ""
         self.orders: list[Effect | int] = []
-        self.said: list[Report] = []
+        self.said: list[FromSupervisor] = []
         self.obey = self.signal_all = self.orders.append
         self.report = self.said.append
 
@@ -97,9 +97,10 @@ def gives_up(one: Supervisor) -> None:
 
 
 def test_what_the_scheduler_orders_is_done_with_its_rank(one: Supervisor) -> None:
-    for order in (Beat(), Entry(5, 29500, 7, Given(3, 4, "10.0.0.7")), Look(OWN), End(OWN), Kill(OWN, "late")):
+    enter = Enter(5, 29500, 7, Given(3, 4, "10.0.0.7"))
+    for order in (Beat(), enter, Look(1), End(1), Kill(1, "late")):
         one._obey(order)
-    assert one._host.orders == [Enter(5, 29500, 7), Look(1), End(1), Kill(1, "late")]
+    assert one._host.orders == [enter, Look(1), End(1), Kill(1, "late")]
     environment = {
         "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "job",
         "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4",

@@ -26,12 +26,12 @@ from lastwords.launcher.protocol import (
     ControllerAnswer,
     ControllerWanted,
     Dismissed,
+    FromRank,
     Hello,
-    Order,
     Raised,
-    Report,
-    report_of,
-    to_worker,
+    ToRank,
+    read,
+    to_message,
 )
 from lastwords.launcher.refusal import EXIT_BUSY, EXIT_REFUSED
 from lastwords.launcher.registry import Refused
@@ -124,12 +124,12 @@ class Launcher:
             self._link, _ = self._server.accept()
         return self._link
 
-    def say(self, order: Order) -> None:
-        self.link.sendall(json.dumps(to_worker(order)).encode() + b"\n")
+    def say(self, order: ToRank) -> None:
+        self.link.sendall(json.dumps(to_message(order)).encode() + b"\n")
 
-    def heard(self) -> list[Report]:
+    def heard(self) -> list[Hello | FromRank]:
         """At least one message."""
-        return [report_of(RANK, one) for one in self._lines.feed(self.link.recv(1 << 20))]
+        return [read(one, Hello | FromRank, RANK) for one in self._lines.feed(self.link.recv(1 << 20))]
 
     def close(self) -> None:
         self._server.close()
