@@ -153,8 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         work = _begin(argument, os.environ.pop(TOKEN_VARIABLE, ""), "--by-hand" in arguments[2:])
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one socket for each session
-        with descriptors.room_for_grpc():
-            pass  # gRPC begins with the server
+        descriptors.look_for_grpc()  # it begins with the server
         sys.setswitchinterval(0.0005)  # a storage thread must not keep the loop from a death for 5 ms
         with contextlib.suppress(OSError):  # only allowed to some users; it needs little, but that at once
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)

@@ -26,9 +26,8 @@ def query_state(
     host, port = split_address(address)
     if token is None:
         token = os.environ.get(TOKEN_VARIABLE) or _token_of(host, port)
-    with descriptors.room_for_grpc():
-        channel = grpc.insecure_channel(host_port(host, port), options=channel_options())
-    with channel:
+    descriptors.look_for_grpc()
+    with grpc.insecure_channel(host_port(host, port), options=channel_options()) as channel:
         method = channel.unary_unary(codec.STATE_METHOD)
         try:
             request = codec.state_request_to_bytes(without_ranks=not with_ranks)

@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lastwords import threads
@@ -137,8 +137,8 @@ def verdict_of(rank: int, order: Exit, *, healed: bool = False) -> Verdict:
 class Departure:
     """The decision to leave, made once, and the ways to carry it out. Methods may be called by any thread.
 
-    last: called right before the process ends. healed: a launcher begins again with new processes, unless it has
-    `dismissed` this one, so nobody waits for this one's `finally` blocks; it is told the verdict by `tell`, once.
+    last: called right before the process ends. healed: whether a launcher begins again with new processes, so nobody
+    waits for this one's `finally` blocks. tell: takes the verdict, once.
     """
 
     def __init__(
@@ -146,13 +146,11 @@ class Departure:
         rank: int,
         recorded: Callable[[], Exit | None] = lambda: None,
         last: Callable[[], None] = lambda: None,
-        *,
-        healed: bool = False,
-        dismissed: Callable[[], bool] = lambda: False,
+        healed: Callable[[], bool] = lambda: False,
         tell: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self.rank = rank
-        self._healed, self._dismissed = healed, dismissed
+        self._healed = healed
         self._recorded = recorded
         self._last = last
         self._tell = tell
@@ -166,7 +164,7 @@ class Departure:
     @property
     def healed(self) -> bool:
         """A launcher begins again with new processes."""
-        return self._healed and not self._dismissed()
+        return self._healed()
 
     @property
     def decided(self) -> bool:
@@ -281,15 +279,7 @@ class Departure:
             if self._exit_code is not None:
                 return
             self._exit_code = code
-        hurry, pid = threading.Event(), os.getpid()
-
-        def at_exit() -> None:
-            if os.getpid() == pid:  # else a forked child, whose end is its own
-                hurry.set()
-                threading.Event().wait()  # the threads below end the process
-
-        if _end_later(code, hurry, seconds, self.announce, self._last, self._users):
-            atexit.register(at_exit)
+        self._arm(code, seconds)
 
     def leave_to_user(self, error: BaseException, code: int) -> None:
         """Training thread: this rank's own `error` goes to its user, whose code takes the time that it takes.
@@ -299,18 +289,7 @@ class Departure:
         if nothing has come of that after `UNWIND_S`.
         """
         self.announce(ends=False)
-        hurry, pid = threading.Event(), os.getpid()
-
-        def at_exit() -> None:
-            if os.getpid() != pid:
-                return
-            if isinstance(error, SystemExit) or getattr(sys, "last_value", None) is error:
-                hurry.set()
-                threading.Event().wait()
-            _end_from_c_after(UNWIND_S)
-
-        if _end_later(code, hurry, None, self.announce, self._last, self._users):
-            atexit.register(at_exit)
+        self._arm(code, None, lambda: isinstance(error, SystemExit) or getattr(sys, "last_value", None) is error)
 
     def end_now(self) -> None:
         """Any thread: announce and end the process at once. Does not return."""
@@ -318,10 +297,69 @@ class Departure:
             if self._exit_code is None:
                 self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code
             code = self._exit_code
-        hurry = threading.Event()
-        hurry.set()
-        if _end_later(code, hurry, 0.0, self.announce, self._last, self._users):
+        if self._arm(code, 0.0):
             threading.Event().wait()
+
+    def _arm(self, code: int, seconds: float | None, at_exit_too: Callable[[], bool] = lambda: True) -> bool:
+        """End this process, without running destructors, after `seconds`, or when the interpreter ends.
+
+        seconds: 0: at once; None: never. at_exit_too: whether the interpreter's end counts if nothing hangs there. What
+        people may read is flushed, `FLUSH_S` at most: the reader of a pipe may have stopped, and another thread may
+        hold a lock of logging. Then come the users' own functions, for `USERS_S`. Both threads are started now, since
+        none can be once the interpreter shuts down. False, and no end, if that is so already.
+        """
+        hurry, go, flushed, called, pid = *(threading.Event() for _ in range(4)), os.getpid()
+        if seconds == 0.0:
+            hurry.set()
+
+        def flush() -> None:
+            go.wait()
+            self.announce()
+            for stream in (sys.stderr, sys.stdout):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            with contextlib.suppress(OSError, ValueError):
+                logging.shutdown()
+            _flush_files()
+            flushed.set()
+            for function in self._users:
+                try:
+                    function()
+                except Exception:  # outermost for the user's own code: the process ends in any case
+                    _log.exception("what was to be done before this rank leaves has failed")
+            called.set()
+
+        def end() -> None:
+            try:
+                try:
+                    wait_out(hurry.wait, seconds)
+                    for child in multiprocessing.active_children():
+                        with contextlib.suppress(OSError, ValueError, AttributeError):
+                            child.kill()
+                finally:
+                    go.set()
+                    if flushed.wait(FLUSH_S) and self._users:
+                        called.wait(USERS_S)
+                self._last()
+            finally:
+                os._exit(code)
+
+        def at_exit() -> None:
+            if os.getpid() != pid:
+                return  # a forked child, whose end is its own
+            if at_exit_too():
+                hurry.set()
+                threading.Event().wait()  # the threads above end the process
+            _end_from_c_after(UNWIND_S)
+
+        try:
+            for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):
+                threads.run(target, name=name)
+        except (RuntimeError, UnavailableError) as error:
+            _log.error("lastwords cannot end this process: %s", error)
+            return False
+        atexit.register(at_exit)
+        return True
 
 
 def wait_out(wait: Callable[[float | None], bool], seconds: float | None) -> bool:
@@ -360,60 +398,3 @@ def _end_from_c_after(seconds: float) -> None:
     """End this process with 1 after `seconds` even if no Python runs any more; nothing if it has ended by then."""
     with contextlib.suppress(OSError, RuntimeError):
         faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
-
-
-def _end_later(
-    code: int,
-    hurry: threading.Event,
-    seconds: float | None,
-    announce: Callable[[], None],
-    last: Callable[[], None],
-    users: Sequence[Callable[[], object]],
-) -> bool:
-    """End this process, without running destructors, once `hurry` is set or `seconds` (None: never) have passed.
-
-    What people may read is flushed, `FLUSH_S` at most: the reader of a pipe may have stopped, and another thread may
-    hold a lock of logging. Then come the `users`' own functions, for `USERS_S`. Both threads are started now, since
-    none can be once the interpreter shuts down. False, and no end, if that is so already.
-    """
-    go, flushed, called = threading.Event(), threading.Event(), threading.Event()
-
-    def flush() -> None:
-        go.wait()
-        announce()
-        for stream in (sys.stderr, sys.stdout):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        with contextlib.suppress(OSError, ValueError):
-            logging.shutdown()
-        _flush_files()
-        flushed.set()
-        for function in users:
-            try:
-                function()
-            except Exception:  # outermost for the user's own code: the process ends in any case
-                _log.exception("what was to be done before this rank leaves has failed")
-        called.set()
-
-    def end() -> None:
-        try:
-            try:
-                wait_out(hurry.wait, seconds)
-                for child in multiprocessing.active_children():
-                    with contextlib.suppress(OSError, ValueError, AttributeError):
-                        child.kill()
-            finally:
-                go.set()
-                if flushed.wait(FLUSH_S) and users:
-                    called.wait(USERS_S)
-            last()
-        finally:
-            os._exit(code)
-
-    try:
-        for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):
-            threads.run(target, name=name)
-    except (RuntimeError, UnavailableError) as error:
-        _log.error("lastwords cannot end this process: %s", error)
-        return False
-    return True

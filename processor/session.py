@@ -168,9 +168,7 @@ class Session:
 
         UnavailableError if gRPC lacks descriptors, or if no thread can be started, which takes some seconds.
         """
-        descriptors.keep()
-        with descriptors.room_for_grpc():
-            pass
+        descriptors.look_for_grpc()
         self._thread = threads.start_patiently(self._run, name="lastwords-session")
 
     @property
@@ -229,13 +227,12 @@ class Session:
     def _run(self) -> None:
         # Never used. gRPC ends with its last channel and would begin anew with each connection, where it aborts the
         # process if there is no descriptor left. It is not kept any longer than the session: it has threads, and a
-        # child that is forked afterwards may have a session of its own. What is kept until the next session, which
-        # follows in this process under `lastwords run`, is descriptors.
+        # child that is forked afterwards may have a session of its own.
         said = ""
         while not self._closing.is_set():
             try:
-                with descriptors.room_for_grpc():
-                    channel = grpc.insecure_channel(self.address, options=self._options)
+                descriptors.look_for_grpc()
+                channel = grpc.insecure_channel(self.address, options=self._options)
             except UnavailableError as error:
                 if named(error) != said:
                     _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
@@ -250,7 +247,6 @@ class Session:
                 continue
             with channel:
                 self._connect_until_closed()
-            descriptors.keep()
             return
 
     def _connect_until_closed(self) -> None:

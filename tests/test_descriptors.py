@@ -1,4 +1,4 @@
-"""How many files a process may open, and which are kept for gRPC."""
+"""How many files a process may open, and whether gRPC finds enough of them."""
 
 from __future__ import annotations
 
@@ -34,54 +34,14 @@ def test_the_limit_is_raised_where_it_is_too_low_and_told_where_that_is_not_enou
         golden.says(found.stderr)
 
 
-FORK = """
-import os, signal
-from lastwords import descriptors
-with descriptors._lock:  # as another thread may
-    child = os.fork()
-    if child == 0:
-        signal.alarm(5)
-        descriptors.keep()
-        with descriptors.room_for_grpc():
-            pass
-        os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-def test_a_child_that_is_forked_while_another_thread_counts_them_may_count_its_own() -> None:
-    subprocess.run([sys.executable, "-c", FORK], check=True)
-
-
-@pytest.fixture(autouse=True)
-def nobody_keeps_any() -> None:
-    """A session that another test of this process has ended leaves some for the next one."""
-    descriptors.give_back()
-
-
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_is_kept_is_there_for_grpc_and_kept_again() -> None:
+def test_where_there_are_too_few_for_grpc_that_is_said_and_none_is_taken() -> None:
     before = open_files()
-    descriptors.keep()
-    descriptors.keep()
-    assert open_files() == before + descriptors.KEPT
-    with descriptors.room_for_grpc():
-        assert open_files() == before
-    assert open_files() == before + descriptors.KEPT
-    with no_descriptors(), descriptors.room_for_grpc():
-        pass
-    descriptors.give_back()
-    assert open_files() == before
-
-
-def test_whoever_keeps_none_is_told_that_there_are_too_few() -> None:
-    before = open_files()
-    with golden.raises(UnavailableError) as caught, no_descriptors(), descriptors.room_for_grpc():
-        pass
+    with golden.raises(UnavailableError) as caught, no_descriptors():
+        descriptors.look_for_grpc()
     assert is_shortage(caught.value)
-    with descriptors.room_for_grpc():
-        pass
+    descriptors.look_for_grpc()
     assert open_files() == before

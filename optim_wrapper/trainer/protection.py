@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lastwords import descriptors, threads
+from lastwords import threads
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.controller import launch as controller_launch
@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.reporter import Reporter, reporter
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.optim_wrapper.launch.world import World
-from lastwords.optim_wrapper.trainer.hold import exit_code_of
+from lastwords.optim_wrapper.trainer.hold import exit_code_of, is_collective_error, is_loader_error, one_line
 from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
@@ -72,8 +72,7 @@ class Protection:
             world.rank,
             self._recorded_exit,
             self._leave_controller,
-            healed=self._launcher is not None,
-            dismissed=lambda: self._launcher is not None and self._launcher.dismissed,
+            healed=lambda: self._launcher is not None and not self._launcher.dismissed,
             tell=self._tell_verdict,
         )
         self._agent: Agent | None = None
@@ -207,7 +206,6 @@ class Protection:
             self._ring.stop()
         if self._agent is not None:
             self._agent.close()
-            descriptors.give_back()
         if self._life is not None:
             self._life.release()
         if self._reserved and not self._departure.decided:
@@ -318,46 +316,36 @@ class Protection:
             return 0
 
     @property
-    def alone(self) -> bool:
-        """True in a job of one, where there is nobody whose death could be heard of."""
-        return self._world.size == 1
-
-    @property
     def refused(self) -> bool:
         """True if the controller did not want this process."""
         return self._departure.refused is not None
 
-    def raised(self, text: str, secondary: bool) -> None:
-        """Hold this rank until its incident is over."""
+    def fail(self, error: BaseException, detach: Callable[[], None]) -> None:
+        """`error` leaves the loop: hold this rank until its incident is over, `detach` and end the protection.
+
+        Raises SystemExit or ConfigError, except where the user is to see this rank's own exception, which is not the
+        echo of another rank's end. An echo of which nobody knows the cause is shown with its traceback all the same;
+        that this rank was asked to stop is a cause. In a job of one there is nobody whose death could be heard of.
+        """
+        own = (self._world.size == 1 or not is_collective_error(error)) and not (
+            self._asked_to_stop() and is_loader_error(error)
+        )
         if self._signals is not None:
             self._signals.begin_incident()
-        self.agent.raised(text, secondary)
-
-    def leaving_by(self, error: SystemExit) -> bool:
-        """True if `error` is the exit that the end of an incident asked for."""
+        self.agent.raised(one_line(error), not own)
+        detach()
+        self.close()
         verdict = self._departure.verdict
-        return verdict is not None and error.code in (verdict.code, self._departure.exit_code)
-
-    @property
-    def asked_to_stop(self) -> bool:
-        """By a signal, this rank."""
-        return self._asked_to_stop()
-
-    def depart(self, own: bool, error: BaseException) -> None:
-        """After the incident. Raises SystemExit or ConfigError, except where the user is to see this rank's exception.
-
-        own: `error`, which leaves the loop, is this rank's own, not the echo of another rank's end. An echo of which
-        nobody knows the cause is shown with its traceback all the same; that this rank was asked to stop is a cause.
-        """
+        if verdict and isinstance(error, SystemExit) and error.code in (verdict.code, self._departure.exit_code):
+            return  # what the end of the incident has asked for
         if self._departure.refused is not None:
             if own:
                 return  # what leaves the loop is the refusal itself, or an earlier error
             self._departure.raise_if_refused()
-        verdict = self._departure.verdict
         if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
             self._departure.leave_to_user(error, exit_code_of(error))
             return
-        if verdict is None or (verdict.is_cause and not self.asked_to_stop):
+        if verdict is None or (verdict.is_cause and not self._asked_to_stop()):
             self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
             traceback.print_exception(error)  # blocks where the reader of stderr has stopped
         raise self._departure.unwind() from None

@@ -28,7 +28,7 @@ from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
-from lastwords.optim_wrapper.trainer.hold import ExceptHook, is_collective_error, is_loader_error, one_line
+from lastwords.optim_wrapper.trainer.hold import ExceptHook
 from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
 from lastwords.optim_wrapper.trainer.protected_step import ProtectedStep
 from lastwords.optim_wrapper.trainer.protection import Protection
@@ -397,16 +397,8 @@ class ProtectedRun(Run):
 
         Raises SystemExit where it is only the echo of another rank's end; returns where it is this rank's own.
         """
-        protection = self.protection
-        if protection.closed:
-            return
-        own = protection.alone or not is_collective_error(error)
-        if protection.asked_to_stop and is_loader_error(error):
-            own = False
-        protection.raised(one_line(error), not own)
-        self.close()
-        if not isinstance(error, SystemExit) or not protection.leaving_by(error):
-            protection.depart(own, error)
+        if not self.protection.closed:
+            self.protection.fail(error, self._detach)
 
     def leave_to_parent(self) -> None:
         """In a forked child, which answers for nobody (see `forks`): from here on it is a run that is not protected."""

@@ -1,8 +1,8 @@
-"""File descriptors: as many as the system allows, and some in reserve for gRPC.
+"""File descriptors: as many as the system allows, and whether there are enough for gRPC.
 
 gRPC begins with the first channel of a process, ends with the last one, and begins anew with the next. If there is no
 descriptor for one of those that it opens then, it aborts the process. So whoever makes the first channel looks
-beforehand; and where sessions follow each other in one process, descriptors are kept for the next one meanwhile.
+beforehand.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import errno
 import logging
 import os
 import resource
-import threading
-from collections.abc import Iterator
 
 from lastwords.errors import UnavailableError
 
@@ -21,12 +19,6 @@ _log = logging.getLogger(__name__)
 
 GRPC_TAKES = 5
 """Four to begin with (an epoll and three eventfds, gRPC 1.85), and the socket of a connection."""
-
-KEPT = 2 * GRPC_TAKES
-"""While gRPC runs on half of them, the others are there for its next beginning."""
-
-_kept: list[int] = []
-_lock = threading.Lock()
 
 
 def allow(count: int, needed_by: str) -> None:
@@ -44,53 +36,16 @@ def allow(count: int, needed_by: str) -> None:
             )
 
 
-def keep() -> None:
-    """Keep `KEPT` descriptors, or as many of them as there are."""
-    with _lock:
-        _fill()
-
-
-def give_back() -> None:
-    """Keep none any more."""
-    with _lock:
-        _empty()
-
-
-@contextlib.contextmanager
-def room_for_grpc() -> Iterator[None]:
-    """Around the making of a channel, with which gRPC may begin. UnavailableError if there are not enough for that."""
-    with _lock:
-        keeps = bool(_kept)
-        _fill()
-        found = len(_kept)
-        _empty()
-    if found < GRPC_TAKES:
-        if keeps:
-            keep()
-        raise UnavailableError(
-            f"{found} more files can be opened, and gRPC needs {GRPC_TAKES}: raise the limit (ulimit -n), or close some"
-        ) from OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    try:
-        yield
-    finally:
-        if keeps:
-            keep()
-
-
-def _fill() -> None:
+def look_for_grpc() -> None:
+    """Right before a channel is made, with which gRPC may begin. UnavailableError if there are not enough for that."""
+    found: list[int] = []
     with contextlib.suppress(OSError):
-        while len(_kept) < KEPT:
-            _kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-
-
-def _empty() -> None:
-    while _kept:
-        os.close(_kept.pop())
-
-
-def _in_child() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread that is not here may have held the other one
-
-
-os.register_at_fork(after_in_child=_in_child)
+        while len(found) < GRPC_TAKES:
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    for one in found:
+        os.close(one)
+    if len(found) < GRPC_TAKES:
+        raise UnavailableError(
+            f"{len(found)} more files can be opened, and gRPC needs {GRPC_TAKES}: raise the limit (ulimit -n), or "
+            "close some"
+        ) from OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -332,31 +332,6 @@ def test_a_rank_without_a_free_descriptor_survives_that_its_controller_is_gone()
     assert found.returncode == 0, found.stderr
 
 
-NEXT_SESSION = """
-import resource
-from tests.integration.test_session import WAIT_S, Controller, Rank, free_port
-from tests.shortage import no_descriptors
-
-port = free_port()
-for _ in range(3):
-    rank = Rank(port)
-    rank.hellos.get(timeout=WAIT_S)
-    rank.close()  # and gRPC ends with its last channel
-    with no_descriptors():  # others have taken what it has given back
-        rank = Rank(port)
-        rank.hellos.get(timeout=WAIT_S)
-        rank.hellos.get(timeout=WAIT_S)
-    with Controller(port):
-        rank.ups.get(timeout=WAIT_S)
-        rank.close()
-"""
-
-
-def test_the_next_session_of_a_process_can_begin_without_a_free_descriptor() -> None:
-    found = subprocess.run([sys.executable, "-c", NEXT_SESSION], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-
-
 FIRST_SESSION = """
 import os, resource, sys
 from lastwords.errors import UnavailableError, is_shortage

@@ -34,6 +34,8 @@ class Guard:
     def uninstall(self) -> None:
         self.uninstalled += 1
 
+    def begin_incident(self) -> None: ...
+
 
 @pytest.fixture
 def protection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -74,8 +76,12 @@ def test_an_echo_keeps_its_traceback_unless_the_cause_is_known(
     monkeypatch.setattr(protection._departure, "end_within", lambda *_: None)
     order = Exit(1, 1, ExitKind.SAVED, 7, "/c", "a collective failed on rank 0", causes)
     protection._departure.decide(verdict_of(0, order))
+    raised: list[tuple[str, bool]] = []
+    protection._agent = SimpleNamespace(raised=lambda *what: raised.append(what), close=lambda: None)
+    protection._world.size = 3
     with pytest.raises(SystemExit) as caught:
-        protection.depart(False, RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+        protection.fail(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), lambda: None)
+    assert [secondary for _, secondary in raised] == [True]
     assert caught.value.code == EXIT_SAVED
     assert ("RuntimeError: [gloo" in capsys.readouterr().err) is shown
 

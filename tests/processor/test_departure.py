@@ -262,7 +262,7 @@ def test_what_was_written_to_a_file_and_not_flushed_is_there_at_the_end(tmp_path
     [
         "raise departure.unwind()",
         "departure.end_within(0.1, 75); time.sleep(99)",
-        "departure = Departure(2, healed=True); departure.decide(saved); raise departure.unwind()",
+        "departure = Departure(2, healed=lambda: True); departure.decide(saved); raise departure.unwind()",
     ],
     ids=["unwinding", "within", "where a launcher begins again"],
 )
@@ -334,7 +334,7 @@ def test_it_is_done_after_all_files_are_flushed(tmp_path: Path) -> None:
 def test_finally_blocks_run_unless_a_launcher_begins_again(healed: bool) -> None:
     """It waits for the end of every process."""
     code, errors = run(
-        f"departure = Departure(2, healed={healed})\n"
+        f"departure = Departure(2, healed=lambda: {healed})\n"
         "departure.decide(saved)\n"
         "try: raise departure.unwind()\n"
         "finally: print('unwound', file=sys.stderr)"
@@ -424,7 +424,7 @@ def test_where_a_launcher_begins_again_nobody_is_told_to_do_so_nor_that_there_is
 ) -> None:
     """`lastwords run` says it, once for all ranks."""
     order = Exit(1, 1, kind, 7, "/c/step_7", "rank 1 died (SIGKILL)", (1,))
-    departure = Departure(0, healed=healed)
+    departure = Departure(0, healed=lambda: healed)
     departure.decide(verdict_of(0, order, healed=healed))
     departure.announce()
     said = capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_a_rank_that_slept_through_the_end_says_what_was_saved() -> None:
 
 
 def test_where_a_launcher_begins_again_nobody_is_told_to_start_the_job_again() -> None:
-    golden.says(verdict(Departure(2, lambda: ENDED, healed=True)).line)
+    golden.says(verdict(Departure(2, lambda: ENDED, healed=lambda: True)).line)
 
 
 def test_without_a_record_it_does_not_say_that_nothing_was_saved() -> None:
