@@ -1,13 +1,11 @@
 """`python -m lastwords.controller`: the controller's process. Started by `controller.launch`, not by hand.
 
-Arguments: a `ControllerSpec` as JSON, and the number of a pipe that is told, in one line of JSON, that the controller
-serves or why it does not (none: nobody is told). The job's token comes in LASTWORDS_TOKEN, never as an argument.
+Arguments: a `ControllerSpec` as JSON, and the number or the path of a pipe that is told, in one line of JSON, that the
+controller serves or why it does not (none: nobody is told). The job's token comes in LASTWORDS_TOKEN, never as an
+argument.
 
 In place of the settings the path of a state file (`state_file`): the controller that wrote it was killed, and this one
 follows. --by-hand as a third argument: however often that has happened.
-
-With --wait instead: a process that has imported everything, and is told by one line of JSON on its standard input what
-to serve (`spec`, `token`); it answers on its standard output. If nothing comes, it ends.
 """
 
 from __future__ import annotations
@@ -75,19 +73,14 @@ def _tell(fd: int, answer: dict[str, object]) -> None:
             os.close(fd)
 
 
-def _await_work() -> list[str]:
-    """The arguments of a process that is told only now; then its output goes to the log. Empty: nothing came."""
-    line = sys.stdin.readline()
-    if not line:
-        return []
-    work = json.loads(line)
-    ready_fd = os.dup(1)
-    log = os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    for number in (1, 2):
-        os.dup2(log, number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
-    os.environ[TOKEN_VARIABLE] = work["token"]
-    return [work["spec"], str(ready_fd)]
+def _pipe(name: str) -> int:
+    """The descriptor of the pipe that is told; -1 where whoever would hear of it has ended."""
+    if name.isdigit():
+        return int(name)
+    try:
+        return os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, Owner, Remember | None]:
@@ -141,11 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in MEANT_FOR_RANKS:
         signal.signal(number, signal.SIG_IGN)  # SIGTERM is taken by the loop
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == ["--wait"]:
-        arguments = _await_work()
-        if not arguments:
-            return 0
-    ready_fd = int(arguments[1]) if len(arguments) > 1 else -1
+    ready_fd = _pipe(arguments[1]) if len(arguments) > 1 else -1
     listener: logging.handlers.QueueListener | None = None
     try:
         listener = _set_up_logging()

@@ -6,13 +6,14 @@ trainer's, and a log file for its output. Nothing here imports torch or gRPC.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import site
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from lastwords.checkpoint.line_file import read_end
 from lastwords.controller import handover, predecessors, state_file
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError
+from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
+from lastwords.vocabulary import ProcessId
 
 __all__ = ["ControllerHandle", "ControllerSpec", "start_controller", "start_successor"]
 
@@ -32,29 +35,21 @@ _log = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
 """A controller serves after 0.3 s; on a host that imports from a cold network file system it takes far longer."""
 
-ENDING_S = 1.0
-"""From the end of a process's pipe until its exit status is there; microseconds, where it has ended."""
-
 LOG_LINES_SHOWN = 15
 
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, since a Popen that is collected while its process runs complains."""
 
-Waiting = Callable[[dict[str, str]], tuple[int, dict[str, object]] | None]
-"""Hands a line of `--wait` to a process that waits for one: its pid and its answer; None where none waits."""
+Fork = Callable[[Sequence[str], Mapping[str, str], str], int | None]
+"""Makes a process with these arguments and environment, whose output goes to this file; None where it cannot be had."""
 
-_waiting: Waiting | None = None
-
-
-def use_waiting(waiting: Waiting) -> None:
-    """From now on a controller is a process that waits already, where there is one: it has imported everything."""
-    global _waiting
-    _waiting = waiting
+_fork: Fork = lambda arguments, environment, log: None  # noqa: E731
 
 
-def waiting_command() -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of a process that waits to be a controller."""
-    return [sys.executable, "-P", "-m", "lastwords.controller", "--wait"], _environment("")
+def use_forks(fork: Fork) -> None:
+    """From now on a controller is a fork of a process that has imported everything, where that can be."""
+    global _fork
+    _fork = fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,44 +102,40 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise StorageError(f"cannot open the controller's log {log_path}: {error}", errno=error.errno or 0) from error
-    if _waiting is not None and not more:
-        found = _waiting({"spec": argument, "token": token, "log": str(log_path)})
-        if found is not None:
-            os.close(log)
-            return _serving(spec, found[0], found[1], None, ready_timeout_s)
     try:
         ready, told = os.pipe()
     except OSError as error:
         os.close(log)
         raise UnavailableError(f"cannot start the controller's process: {error}") from error
+    process: subprocess.Popen[bytes] | None = None
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lastwords.controller", argument, str(told), *more],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(told,),
-            start_new_session=True,
-            env=_environment(token),
-        )
+        pid = None
+        if not more:
+            pid = _fork([argument, f"/proc/{os.getpid()}/fd/{told}"], _environment(token), str(log_path))
+        if pid is None:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lastwords.controller", argument, str(told), *more],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(told,),
+                start_new_session=True,
+                env=_environment(token),
+            )
+            pid = process.pid
+        who = ProcessId("", pid, 0, "")
+        answer = _await_answer(ready, ready_timeout_s, pid) or {"ended": ending_text(process_id.exit_code(who))}
     except OSError as error:
-        os.close(ready)
         raise UnavailableError(f"cannot start the controller's process: {error}") from error
     finally:
-        os.close(told)
-        os.close(log)
-    try:
-        answer = _await_answer(ready, ready_timeout_s)
-    finally:
-        os.close(ready)
-    if not answer:
-        answer = ending(process)
-    if "port" in answer:
+        for fd in (ready, told, log):
+            os.close(fd)
+    if process is not None and "port" in answer:
         _started[:] = [other for other in _started if other.poll() is None] + [process]
-    else:
+    elif process is not None:
         process.kill()
         process.wait()
-    return _serving(spec, process.pid, answer, process, ready_timeout_s)
+    return _serving(spec, pid, answer, process, ready_timeout_s)
 
 
 def _serving(
@@ -161,14 +152,6 @@ def _serving(
     return ControllerHandle(pid, port, spec.log_path, process)
 
 
-def ending(process: subprocess.Popen[bytes]) -> dict[str, object]:
-    """In place of the answer of a controller that has closed its pipe without any: how its process has ended."""
-    try:
-        return {"ended": ending_text(process.wait(ENDING_S))}
-    except subprocess.TimeoutExpired:
-        return {}
-
-
 def _environment(token: str) -> dict[str, str]:
     environment = {**os.environ, TOKEN_VARIABLE: token}
     # gRPC tells of each connection that breaks, in words of its own; the log says it in ours. A trainer's setting is
@@ -183,20 +166,27 @@ def _environment(token: str) -> dict[str, str]:
     return environment
 
 
-def _await_answer(fd: int, timeout_s: float) -> dict[str, object]:
-    """First line that comes through the pipe, as JSON; {} if it is closed before or does not come in time."""
+def _await_answer(fd: int, timeout_s: float, pid: int) -> dict[str, object]:
+    """First line that comes through the pipe, as JSON; {} if the process `pid` ends before."""
     deadline_mono_s = clock.mono_s() + timeout_s
     received = b""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while b"\n" not in received:
-        left_s = deadline_mono_s - clock.mono_s()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            return {"silent": True}
-        piece = os.read(fd, 65536)
-        if not piece:
+    with contextlib.ExitStack() as stack:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
             return {}
-        received += piece
+        stack.callback(os.close, ended)
+        poll = select.poll()
+        for one in (fd, ended):
+            poll.register(one, select.POLLIN)
+        while b"\n" not in received:
+            left_s = deadline_mono_s - clock.mono_s()
+            found = {one for one, _ in poll.poll(max(0.0, left_s) * 1000)}
+            if not found:
+                return {"silent": True}
+            if fd not in found:
+                return {}
+            received += os.read(fd, 65536)
     try:
         return from_json(received.partition(b"\n")[0], dict[str, object])
     except FormatError:

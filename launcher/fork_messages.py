@@ -1,6 +1,6 @@
 """What a fork server and its launcher say to each other; one message is one line (link.py, protocol.py).
 
-`Import` is answered by `Made`, `Forks` by `Forked`.
+`Import` is answered by `Made`, `Forks` by a `Forked` for each process, and one for what has gone wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A process for a rank. environment: all of it. argv: the script, or module, and its arguments.
+    """A process for a rank; below 0: a controller. environment: all of it. argv: the script, or module, and its
+    arguments; of a controller, those alone.
 
     stdout, stderr: paths of files that are appended to; "": those of the launcher. threads: of each pool. report: the
     launcher's socket, where the rank says what happens to it. step: that is saved, and from which it has to go on.
@@ -60,7 +61,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """pids: of the ranks that were made, by rank as text. problem: why the others were not; "" if all were."""
+    """pids: of ranks that were made, by rank as text. problem: why others were not."""
 
     pids: Mapping[str, int]
     problem: str = ""

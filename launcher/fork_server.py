@@ -65,7 +65,7 @@ def serve() -> None:
         if one is not None:
             from lastwords.launcher import new_process
 
-            new_process.run(one)
+            (new_process.run if one.rank >= 0 else new_process.control)(one)
     os._exit(0)  # what was imported is not to run at the end of this process
 
 
@@ -92,6 +92,7 @@ def _import_all() -> None:
     import torch.profiler
     import torch.utils.data
 
+    import lastwords.controller.__main__
     import lastwords.optim_wrapper.resume.resume
     import lastwords.optim_wrapper.trainer.protect  # noqa: F401
     from lastwords.checkpoint.codec import prepare
@@ -215,48 +216,31 @@ def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    ours, theirs = socket.socketpair()
     try:
         helper = os.fork()
     except OSError as error:
-        ours.close()
-        theirs.close()
         send(link, to_message(Forked({}, str(error))))
         return None
     if not helper:
-        ours.close()
-        one = _fork_each(forks, theirs)
-        link.close()
-        return one
-    theirs.close()
-    said = bytearray()
-    while not said.endswith(b".") and (data := ours.recv(RECV_BYTES)):
-        said += data
-    ours.close()
-    os.waitpid(helper, 0)
-    words = [line.split(" ", 1) for line in said.decode().rstrip(".").splitlines()]
-    pids = {rank: int(pid) for rank, pid in words if rank != "problem"}
-    problem = next((why for kind, why in words if kind == "problem"), "")
-    if not said.endswith(b"."):
-        problem = problem or "the process that forks them was killed"
-    send(link, to_message(Forked(pids, problem)))
+        return _fork_each(forks, link)
+    if os.waitpid(helper, 0)[1]:
+        send(link, to_message(Forked({}, "the process that forks them was killed")))
     return None
 
 
-def _fork_each(forks: Sequence[Fork], told: socket.socket) -> Fork:
+def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
     """The helper: it returns in the forks alone, once each has the parent that it keeps."""
-    problem, helper = "", os.getpid()
+    helper = os.getpid()
     for one in forks:
         try:
             pid = os.fork()
         except OSError as error:
-            problem = f"problem {error}\n"
+            send(link, to_message(Forked({}, str(error))))
             break
         if not pid:
-            told.close()
+            link.close()
             while os.getppid() == helper:
                 time.sleep(PAUSE_S)
             return one
-        told.sendall(f"{one.rank} {pid}\n".encode())
-    told.sendall(f"{problem}.".encode())
+        send(link, to_message(Forked({str(one.rank): pid})))
     os._exit(0)

@@ -83,9 +83,9 @@ class ForkServer:
         self._link.tell(to_message(Import(self._preload, self._path)))
 
     def fork(self, forks: Sequence[Fork]) -> None:
-        """Processes for these ranks, which `made` tells of; as soon as the server can."""
+        """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
         self._wanted += tuple(forks)
-        self._ask()
+        self._ask(forks or self._wanted)
 
     def end(self) -> None:
         """It ends; the ranks go on."""
@@ -96,10 +96,10 @@ class ForkServer:
             kill_group(process.pid)
             process.wait()
 
-    def _ask(self) -> None:
-        if self._ready and self._wanted:
+    def _ask(self, forks: Sequence[Fork]) -> None:
+        if self._ready and forks:
             assert self._link is not None
-            self._link.tell(to_message(Forks(self._wanted)))
+            self._link.tell(to_message(Forks(forks)))
 
     def _hear(self, said: Made | Forked | None) -> None:
         match said:
@@ -109,7 +109,7 @@ class ForkServer:
                     _log.info("%s was imported in %.1f s", name, took_s)
                 if problem:
                     return self._is_spoilt(problem, module)
-                self._ask()
+                self._ask(self._wanted)
             case Forked(pids, problem):
                 self._deaths = 0
                 made = {int(rank): pid for rank, pid in pids.items()}

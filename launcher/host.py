@@ -17,12 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from lastwords.checkpoint.codec import from_json
 from lastwords.clock import mono_s, wall_ns
-from lastwords.controller import launch as controller_launch
-from lastwords.errors import FormatError, is_shortage
+from lastwords.errors import is_shortage
 from lastwords.launcher.events import (
     Awaited,
     Effect,
@@ -38,13 +35,12 @@ from lastwords.launcher.events import (
     Ready,
     Stop,
     Stopped,
-    Updated,
 )
 from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.orphans import children, end_orphans
-from lastwords.launcher.processes import Controllers, RankProcess, Seat, ended_badly, kill_group
+from lastwords.launcher.processes import RankProcess, Seat, ended_badly, kill_group
 from lastwords.launcher.protocol import (
     OWN,
     ControllerAnswer,
@@ -119,12 +115,6 @@ SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
 
-RESTOCK_S = 10.0
-"""From the use of a controller until another one is prepared, which takes some processor time."""
-
-RESTOCK_AFTER_UPDATE_S = 0.3
-"""The same from the first update of a rank on this host: the others are about to make theirs."""
-
 CHANGED = "{} has been changed since the job was started, and a job does not go on with another version of its script"
 
 
@@ -187,10 +177,7 @@ class Host:
         """Ranks whose processes are told so as soon as they are there, and by which signal."""
         self._links: dict[int, Connection] = {}
         self._complaints = Complaints()
-        self._controllers = Controllers()
-        self._controllers.wanted = 0 in seats
         self._standby = Standby()
-        self._restock_due_s: float | None = mono_s()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
         self._saved_step, self._record = 0, ""
@@ -199,6 +186,8 @@ class Host:
         self._before = {*children()}
         """Processes that this one had before it had any rank: of a shell, say, that has become this launcher."""
         self._tries = 0
+        self._controllers: dict[int, Callable[[int | None], None]] = {}
+        """Tells the ranks that have asked for one; by what it has in place of a rank."""
         self._forking: tuple[Mapping[str, str], int] | None = None
         """What is the same in all forks of this generation, and the step that was saved."""
         self._selector = selector
@@ -222,14 +211,10 @@ class Host:
     @property
     def due_in_s(self) -> float | None:
         """When `tick` is wanted."""
-        dues_s = [due_s for due_s, _ in self._later] + ([] if self._restock_due_s is None else [self._restock_due_s])
-        return max(0.0, min(dues_s) - mono_s()) if dues_s else None
+        return max(0.0, min(due_s for due_s, _ in self._later) - mono_s()) if self._later else None
 
     def tick(self) -> None:
         """Time has passed."""
-        if self._restock_due_s is not None and mono_s() >= self._restock_due_s:
-            self._restock_due_s = None
-            self._controllers.prepare()
         now_s = mono_s()
         due = [act for due_s, act in self._later if due_s <= now_s]
         self._later = [one for one in self._later if one[0] > now_s]
@@ -237,12 +222,11 @@ class Host:
             act()
 
     def end(self) -> None:
-        """The fork server and the controller that waits end; ranks go on."""
+        """The fork server ends; ranks go on."""
         self._forks.end()
         for link in self._links.values():
             link.tell(to_message(Dismissed()))
             link.hang_up()
-        self._controllers.end()
         self._standby.end()
         directory = Path(self._server.getsockname()).parent
         self._server.close()
@@ -352,6 +336,9 @@ class Host:
     def _made(self, pids: Mapping[int, int], problem: str) -> None:
         """Forks of the fork server; problem: why there are not more of them."""
         for rank, pid in pids.items():
+            if rank in self._controllers:
+                self._controllers.pop(rank)(pid)
+                continue
             self.seats[rank].proc = RankProcess(pid)
             self._watch(rank)
         if not problem:
@@ -370,7 +357,7 @@ class Host:
     def _clear_up(self) -> None:
         """What ranks of the generation before have left behind would meet those of the next one."""
         ranks = {seat.proc.pid for seat in self.seats.values()}
-        kept = {*self._before, self._forks.pid, *self._controllers.pids, *ranks}
+        kept = {*self._before, self._forks.pid, *ranks}
         for pid, name in end_orphans(self._sessions, kept):
             self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
         self._sessions.clear()
@@ -465,14 +452,12 @@ class Host:
                 pass
             case Raised():
                 self._raised[who.rank] = report
-            case ControllerWanted(work, asked):
-                self._hand_out(link, work, asked)
+            case ControllerWanted():
+                self._fork_controller(link, report)
             case _:
                 match report:
                     case Guarded(rank, path) if path:
                         self._standby.controlled(rank, Path(path))
-                    case Updated():
-                        self._restock_in(RESTOCK_AFTER_UPDATE_S)
                     case Left(rank, step, record):
                         self._left.add(self.seats[rank].proc.pid)
                         self._saved_step = max(self._saved_step, step)
@@ -501,30 +486,15 @@ class Host:
         self._links[rank] = link
         self._raised.pop(rank, None)  # of one before it in the same shell, which tries again
 
-    def _hand_out(self, link: Connection, work: dict[str, str], asked: int) -> None:
-        process = self._controllers.hand_out(work)
-        self._restock_in(RESTOCK_S)
-        if process is None:
-            return link.tell(to_message(ControllerAnswer(asked)))
-        assert process.stdout is not None
-        answers = process.stdout
+    def _fork_controller(self, link: Connection, wanted: ControllerWanted) -> None:
+        def answer(pid: int | None) -> None:
+            link.tell(to_message(ControllerAnswer(wanted.asked, pid)))
 
-        def answered() -> None:
-            line = answers.readline()
-            self._selector.unregister(answers)
-            answers.close()
-            try:
-                words = from_json(line, dict[str, Any]) if line else controller_launch.ending(process)
-            except FormatError:  # something else has written there
-                words = {}
-            link.tell(to_message(ControllerAnswer(asked, process.pid, words)))
-
-        self._selector.register(answers, selectors.EVENT_READ, answered)
-
-    def _restock_in(self, seconds: float) -> None:
-        """What was used is replaced, but not while the ranks need the processors to train again."""
-        due_s = mono_s() + seconds
-        self._restock_due_s = due_s if self._restock_due_s is None else min(due_s, self._restock_due_s)
+        if not self._program.python:
+            return answer(None)
+        number, log = min(self._controllers, default=0) - 1, wanted.log
+        self._controllers[number] = answer
+        self._forks.fork([Fork(number, wanted.environment, wanted.arguments, False, log, log, 1, "", 0, "", 0)])
 
 
 class _Who:

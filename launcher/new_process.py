@@ -66,6 +66,16 @@ def run(one: Fork) -> NoReturn:
     raise SystemExit(0)
 
 
+def control(one: Fork) -> NoReturn:
+    """Everything that a controller does; as `python -m lastwords.controller`."""
+    from lastwords.controller.__main__ import main
+
+    _become(one)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    setproctitle.setproctitle(f"{sys.executable} -m lastwords.controller {' '.join(one.argv)}")
+    os._exit(main([*one.argv]))
+
+
 # ---------------------------------------------------------------------- a new process
 
 

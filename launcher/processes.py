@@ -1,18 +1,14 @@
-"""Processes of one host: ranks, as forks of the fork server or of their own, and controllers in advance."""
+"""Processes of one host: ranks, as forks of the fork server or of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
 import subprocess
 import threading
 from typing import Any
-
-from lastwords.controller import launch as controller_launch
-from lastwords.liveness import process_id
 
 
 class RankProcess:
@@ -106,54 +102,6 @@ class Seat:
         """A signal for all processes of its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
-
-
-class Controllers:
-    """One process that has imported what a controller needs, and those that were handed out."""
-
-    def __init__(self) -> None:
-        self._ready: subprocess.Popen[bytes] | None = None
-        self._out: list[subprocess.Popen[bytes]] = []
-        self.wanted = False
-        """A rank of this host has asked, or is about to: that of the next generation is on the same host."""
-
-    @property
-    def pids(self) -> set[int]:
-        """Of all that may run."""
-        return {one.pid for one in (*self._out, self._ready) if one is not None}
-
-    def prepare(self) -> None:
-        """One for the next generation."""
-        self._out = [one for one in self._out if one.poll() is None]
-        if not self.wanted or (self._ready is not None and self._ready.poll() is None):
-            return
-        command, environment = controller_launch.waiting_command()
-        pipe = subprocess.PIPE
-        with contextlib.suppress(OSError):  # then rank 0 starts its controller itself
-            self._ready = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True)
-
-    def hand_out(self, work: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """It is a controller from now on; None if there is none, or it is stopped: nobody waits until it goes on."""
-        self.wanted = True
-        process, self._ready = self._ready, None
-        if process is None or process.poll() is not None:
-            return None
-        if process_id.is_stopped(process.pid):
-            process.kill()
-            process.wait()
-            return None
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died: the other end of its answers says so
-            process.stdin.write(json.dumps(work).encode() + b"\n")
-            process.stdin.close()
-        self._out.append(process)
-        return process
-
-    def end(self) -> None:
-        """The one that nobody needs any more; a controller ends with its job."""
-        if self._ready is not None:
-            self._ready.kill()
-            self._ready.wait()
 
 
 def ended_badly(pid: int) -> bool:

@@ -53,19 +53,20 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ControllerWanted:
-    """The worker would have a process that was started in advance as its controller. asked: number of the answer."""
+    """The rank would have a fork as its controller. log: what it prints goes there. asked: number of the answer."""
 
-    work: dict[str, str]
+    arguments: list[str]
+    environment: dict[str, str]
+    log: str
     asked: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ControllerAnswer:
-    """pid: None if there is no such process. words: what it has answered."""
+    """pid: None if it can have none."""
 
     asked: int
     pid: int | None = None
-    words: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

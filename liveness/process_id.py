@@ -48,11 +48,11 @@ def exit_code(process: ProcessId) -> int | None:
     """How this process of this host, which has died, has ended: as of Popen.returncode. None where nobody says so.
 
     Whoever may look at a process can read it from when its threads end until its parent has collected it. Others read
-    0, which an end by `os._exit(0)` cannot be told from: that is None, too.
+    0, which an end by `os._exit(0)` cannot be told from: that is None, too. start_ticks 0: of whoever has the pid.
     """
     try:
         fields = _fields(process.pid)
-        status = int(fields[49]) if int(fields[19]) == process.start_ticks else 0
+        status = int(fields[49]) if process.start_ticks in (0, int(fields[19])) else 0
     except (OSError, IndexError, ValueError):
         return None
     return os.waitstatus_to_exitcode(status) if status else None

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ LAUNCHER = "LASTWORDS_LAUNCHER"
 """Of a process that the launcher could not fork, as with --no-python: a step and a path, as of `Reporter`."""
 
 ANSWER_S = 60.0
-"""How long the launcher may take to hand out a controller."""
+"""How long the launcher may take to make a controller."""
 
 
 class Reporter:
@@ -72,16 +72,20 @@ class Reporter:
         """An exception leaves the script. lasting: each process after this one would meet it as well."""
         self._say("Raised", error=error, lasting=lasting)
 
-    def controller(self, work: dict[str, str]) -> tuple[int, dict[str, object]] | None:
-        """A process that has imported what a controller needs, with its answer to `work`; None if there is none."""
+    def controller(self, arguments: Sequence[str], environment: Mapping[str, str], log: str) -> int | None:
+        """The pid of a new controller, which has imported all that it needs; None if it cannot be had.
+
+        log: a file, to which its output is appended.
+        """
         with self._lock, contextlib.suppress(OSError):
             if (link := self._connected()) is None:
                 return None
             self._asked += 1
-            self._send(link, {"kind": "ControllerWanted", "work": work, "asked": self._asked})
+            wanted = {"arguments": [*arguments], "environment": {**environment}, "log": log, "asked": self._asked}
+            self._send(link, {"kind": "ControllerWanted", **wanted})
             for said in _lines(link):
                 if said.get("kind") == "ControllerAnswer" and said.get("asked") == self._asked:
-                    return None if said["pid"] is None else (said["pid"], said["words"])
+                    return None if said["pid"] is None else int(said["pid"])
                 if said.get("kind") == "Refused":
                     raise ConfigError(str(said["why"]))
         return None

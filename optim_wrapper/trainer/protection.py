@@ -95,7 +95,7 @@ class Protection:
         """
         refuse_watchdog()
         if self._launcher is not None:
-            controller_launch.use_waiting(self._launcher.controller)
+            controller_launch.use_forks(self._launcher.controller)
         self._agreement = agreement = startup.agree(self._world, self._config, settings, checkpoint_bytes)
         try:
             self._start(agreement)

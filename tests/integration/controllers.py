@@ -3,7 +3,7 @@
     job parent --fork--> nursery --fork--> controllers
          +-----fork----> ranks ---(socket)---> nursery
 
-A rank asks as it would ask `lastwords run` for a process that waits to be a controller, and gets one that begins there.
+A rank asks as it would ask `lastwords run` for a controller.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from lastwords.controller import __main__ as controller
@@ -39,16 +40,15 @@ class Nursery:
 
     def use(self) -> None:
         """In a rank."""
-        launch.use_waiting(self._ask)
+        launch.use_forks(self._ask)
 
-    def _ask(self, work: dict[str, str]) -> tuple[int, dict[str, object]] | None:
+    def _ask(self, arguments: Sequence[str], environment: Mapping[str, str], log: str) -> int:
         ours, theirs = socket.socketpair()
-        request = {"work": work, "environment": launch.waiting_command()[1]}
+        request = {"arguments": arguments, "environment": environment, "log": log}
         socket.send_fds(self._asking, [json.dumps(request).encode()], [theirs.fileno()])
         theirs.close()
         with ours, ours.makefile() as lines:
-            pid, answer = lines.readline(), lines.readline()
-        return int(pid), json.loads(answer or "{}")
+            return int(lines.readline())
 
 
 def _serve(asked: socket.socket) -> NoReturn:
@@ -69,15 +69,13 @@ def _be_a_controller(request: dict[str, Any], answers: int) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.write(answers, f"{os.getpid()}\n".encode())
-        told, telling = os.pipe()
-        os.write(telling, json.dumps(request["work"]).encode() + b"\n")
-        os.close(telling)
-        for place, fd in enumerate((told, answers)):
+        os.close(answers)
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for place, fd in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
             os.dup2(fd, place)
-            os.close(fd)
         os.environ.clear()
         os.environ.update(request["environment"])
-        sys.argv = ["lastwords.controller", "--wait"]
-        status = controller.main(["--wait"])
+        sys.argv = ["lastwords.controller", *request["arguments"]]
+        status = controller.main(request["arguments"])
     finally:
         os._exit(status)

@@ -1,4 +1,4 @@
-"""What a host's launcher does for its ranks: it starts them, sees them end, hears them, and prepares the next time."""
+"""What a host's launcher does for its ranks: it starts them, sees them end, and hears them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,16 +37,16 @@ from lastwords.launcher.events import (
     Over,
     Ready,
     Stopped,
-    Updated,
 )
 from lastwords.launcher.fork_messages import Fork
-from lastwords.launcher.host import RESTOCK_AFTER_UPDATE_S, RESTOCK_S, Failure, Host, HowLeft, Program
+from lastwords.launcher.host import Failure, Host, HowLeft, Program
 from lastwords.launcher.link import Lines, send
-from lastwords.launcher.processes import Controllers, RankProcess, Seat, ended_badly
+from lastwords.launcher.processes import RankProcess, Seat, ended_badly
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
     ControllerAnswer,
+    ControllerWanted,
     FromRank,
     Hello,
     Raised,
@@ -105,7 +106,6 @@ class TestHost(Host):
         seats = {rank: self.seat(rank) for rank in range(2)}
         program = Program(sys.executable, is_module=False, threads=3)
         super().__init__(self.server, seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
-        self._controllers.wanted = False
 
     def seat(self, rank: int) -> Seat:
         return Seat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})
@@ -270,33 +270,6 @@ def test_a_process_that_outlives_its_rank_is_named_once(
     golden.says("\n".join(caplog.messages))
 
 
-# ---------------------------------------------------------------------- what is prepared
-
-
-def test_what_was_used_is_replaced_once_a_rank_has_updated(
-    host: TestHost, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[float] = []
-    monkeypatch.setattr(module.Controllers, "prepare", lambda self: prepared.append(clock.now_s))
-    host.tick()
-    assert prepared == [100.0]
-    assert host.due_in_s is None
-    host._restock_in(RESTOCK_S)
-    host.tick()
-    assert prepared == [100.0], "the ranks need the processors to train again"
-    who = module._Who()
-    who.rank = 0
-    host._hear(who, SimpleNamespace(), Updated(0))  # type: ignore[arg-type]
-    assert host.due_in_s == pytest.approx(RESTOCK_AFTER_UPDATE_S)
-    clock.now_s += RESTOCK_AFTER_UPDATE_S
-    host.tick()
-    assert len(prepared) == 2
-    host._restock_in(RESTOCK_S)
-    clock.now_s += RESTOCK_S
-    host.tick()
-    assert len(prepared) == 3, "also where no rank gets there"
-
-
 # ---------------------------------------------------------------------- how processes end
 
 
@@ -407,38 +380,26 @@ def test_who_is_looked_at_is_reported_only_if_it_is_stopped(host: TestHost) -> N
     assert host.events == [Stopped(0)]
 
 
-# ---------------------------------------------------------------------- controllers in advance
+# ---------------------------------------------------------------------- controllers
 
 
-def test_a_controller_in_advance_that_is_stopped_is_not_handed_out() -> None:
-    """Rank 0 would wait for its answer, up to a minute, before it starts one itself."""
-    for stops in (False, True):
-        controllers = Controllers()
-        process = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, start_new_session=True)
-        controllers._ready = process
-        try:
-            if stops:
-                os.kill(process.pid, signal.SIGSTOP)
-                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-            assert controllers.hand_out({}) is (None if stops else process)
-            assert (process.poll() is None) is not stops
-        finally:
-            process.kill()
-            process.wait()
+def test_a_rank_that_wants_a_controller_is_told_of_a_fork_whichever_comes_first(host: TestHost, told: Told) -> None:
+    for asked in (5, 6):
+        told.say(told.link, ControllerWanted([f"spec {asked}", "/proc/7/fd/8"], {"A": "b"}, "/logs/controller", asked))
+    forks = [one for (one,) in host.asked.asked[-2:]]
+    assert [(one.argv[0], one.environment, one.stdout, one.stderr) for one in forks] == [
+        (f"spec {asked}", {"A": "b"}, "/logs/controller", "/logs/controller") for asked in (5, 6)
+    ]
+    host.asked.made({forks[1].rank: 66}, "")
+    host.asked.made({forks[0].rank: 55}, "")
+    answers = [read(message, ToRank) for message in Lines().feed(told.link.recv(1 << 16))]
+    assert answers == [ControllerAnswer(6, 66), ControllerAnswer(5, 55)]
 
 
-@pytest.mark.parametrize(("ends", "how"), [("exit 3", "exit code 3"), ("kill -9 $$", "SIGKILL")])
-def test_a_controller_in_advance_that_ends_when_it_is_handed_out_says_how(
-    host: TestHost, selector: selectors.BaseSelector, ends: str, how: str
-) -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen(["sh", "-c", f"read work; {ends}"], stdin=pipe, stdout=pipe) as process:
-        host._controllers._ready = process
-        told: list[dict[str, Any]] = []
-        host._hand_out(SimpleNamespace(tell=told.append), {}, 5)  # type: ignore[arg-type]
-        for key, _ in selector.select(10):
-            key.data()
-    assert read(told[0], ToRank) == ControllerAnswer(5, process.pid, {"ended": how})
+def test_where_nothing_can_be_forked_a_rank_starts_its_controller_itself(host: TestHost, told: Told) -> None:
+    host._program = replace(host._program, python="")
+    told.say(told.link, ControllerWanted([], {}, "", 5))
+    assert [read(message, ToRank) for message in Lines().feed(told.link.recv(1 << 16))] == [ControllerAnswer(5)]
 
 
 # ---------------------------------------------------------------------- what is short
@@ -460,7 +421,6 @@ class Shortage:
 def test_what_is_short_is_waited_for_and_said_once(
     host: TestHost, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host._restock_due_s = None
     act = Shortage(module.SHORTAGE_TRIES_MAX)
     host._try("process 7 cannot be watched", act)
     while not act.done:

@@ -63,7 +63,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (2, "9aba558920c32219")
+FORM = (2, "eaf76162e4fd4fc6")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -100,7 +100,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
         Hello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
         Begun(RANK, 1, "late", resumes=False), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
-        ControllerWanted({"spec": "{}"}, 5), Raised("ValueError: x", lasting=False), Done(),
+        ControllerWanted(["{}"], {"A": "b"}, "log", 5), Raised("ValueError: x", lasting=False), Done(),
     ],
     ids=repr,
 )  # fmt: skip
@@ -113,7 +113,7 @@ def test_what_a_worker_says_comes_through_with_the_rank_of_its_connection(said: 
     "said",
     [
         End(RANK), Kill(RANK, "late"), Look(RANK), Enter(4, 29500, 7), Enter(4, 29500, 7, Seat(0, 2, "node-1")),
-        ControllerAnswer(5), ControllerAnswer(5, 7, {"port": 1}), Dismissed("why"), Refused("why", later=True), Done(),
+        ControllerAnswer(5), ControllerAnswer(5, 7), Dismissed("why"), Refused("why", later=True), Done(),
         Beat(),
     ],
     ids=repr,
@@ -192,7 +192,7 @@ def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("answers", "found"),
     [
-        ((ControllerAnswer(2, 8), ControllerAnswer(1, 7, {"port": 1})), (7, {"port": 1})),
+        ((ControllerAnswer(2, 8), ControllerAnswer(1, 7)), 7),
         ((ControllerAnswer(1),), None),
         ((), None),
     ],
@@ -202,7 +202,7 @@ def test_a_rank_asks_for_a_controller_and_understands_the_answer(
     launcher: Launcher, answers: tuple[ToRank, ...], found: object
 ) -> None:
     one, got = Reporter(launcher.path, RANK), list[object]()
-    asks = threading.Thread(target=lambda: got.append(one.controller({"spec": "{}"})))
+    asks = threading.Thread(target=lambda: got.append(one.controller(["{}"], {"A": "b"}, "log")))
     asks.start()
     launcher.says(*answers)
     if not answers:
@@ -210,7 +210,7 @@ def test_a_rank_asks_for_a_controller_and_understands_the_answer(
     asks.join()
     assert got == [found]
     if answers:
-        assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), ControllerWanted({"spec": "{}"}, 1)]
+        assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), ControllerWanted(["{}"], {"A": "b"}, "log", 1)]
 
 
 def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
@@ -218,7 +218,7 @@ def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
     one.updated()
     launcher.says(Refused("it speaks another version"))
     with golden.raises(ConfigError):
-        one.controller({})
+        one.controller([], {}, "log")
 
 
 def test_a_rank_knows_the_launcher_and_whether_that_ends(launcher: Launcher) -> None:
@@ -239,13 +239,13 @@ def test_a_rank_that_has_to_know_whether_the_launcher_ends_does_not_wait_for_its
     looks.start()
     looks.join(reporter.ANSWER_S / 2)
     assert got == [False]
-    asks = threading.Thread(target=lambda: got.append(one.controller({})), daemon=True)
+    asks = threading.Thread(target=lambda: got.append(one.controller([], {}, "log")), daemon=True)
     asks.start()
     while not any(isinstance(said, ControllerWanted) for said in launcher.hears()):
         pass
     launcher.says(ControllerAnswer(1, 7))
     asks.join()
-    assert got == [False, (7, {})]
+    assert got == [False, 7]
 
 
 def test_where_the_launcher_has_ended_nothing_is_said_and_nobody_waits(launcher: Launcher) -> None:
@@ -255,7 +255,7 @@ def test_where_the_launcher_has_ended_nothing_is_said_and_nobody_waits(launcher:
     launcher.end()
     for say, _ in SAYINGS:
         say(one)
-    assert one.controller({}) is None
+    assert one.controller([], {}, "log") is None
     assert not one.dismissed
     never = Reporter(f"{launcher.path}-of-another", RANK)
     never.updated()

@@ -176,7 +176,7 @@ def test_a_launcher_that_has_gone_stops_no_rank(launcher: Launcher) -> None:
     late = Reporter(launcher.rank._path, RANK)
     for one in (late, launcher.rank):
         one.left(7, None)
-        assert one.controller({}) is None
+        assert one.controller([], {}, "log") is None
     assert late.launcher_pid is None
 
 
@@ -197,7 +197,7 @@ def test_two_threads_that_ask_for_a_controller_get_each_its_own(launcher: Launch
     found: dict[str, Any] = {}
 
     def ask(name: str) -> None:
-        found[name] = launcher.rank.controller({"for": name})
+        found[name] = launcher.rank.controller([name], {}, "log")
 
     threads = [threading.Thread(target=ask, args=(name,)) for name in ("older", "newer")]
     for thread in threads:
@@ -206,25 +206,25 @@ def test_two_threads_that_ask_for_a_controller_get_each_its_own(launcher: Launch
     while len(answered) < 2:
         for one in launcher.heard():
             if isinstance(one, ControllerWanted):
-                launcher.say(ControllerAnswer(one.asked - 1, 1, {"port": 1}))  # to a question that nobody asks any more
-                launcher.say(ControllerAnswer(one.asked, 40 + one.asked, {"for": one.work["for"]}))
-                answered.append(one.work["for"])
+                launcher.say(ControllerAnswer(one.asked - 1, 1))  # to a question that nobody asks any more
+                launcher.say(ControllerAnswer(one.asked, 40 + one.asked))
+                answered += one.arguments
     for thread in threads:
         thread.join(10)
-    assert found == {name: (41 + place, {"for": name}) for place, name in enumerate(answered)}
+    assert found == {name: 41 + place for place, name in enumerate(answered)}
 
 
-def test_where_the_launcher_has_no_controller_in_advance_the_rank_starts_one(launcher: Launcher) -> None:
+def test_where_the_launcher_can_make_no_controller_the_rank_starts_one(launcher: Launcher) -> None:
     launcher.rank.updated()
     launcher.say(ControllerAnswer(1))
-    assert launcher.rank.controller({}) is None
+    assert launcher.rank.controller([], {}, "log") is None
 
 
 def test_a_rank_of_another_version_is_refused_with_what_to_do(launcher: Launcher) -> None:
     launcher.rank.updated()
     launcher.say(Refused("rank 3 speaks version 7 of this protocol, not 8: install the same version everywhere"))
     with golden.raises(ConfigError):
-        launcher.rank.controller({})
+        launcher.rank.controller([], {}, "log")
 
 
 def test_a_child_that_a_rank_has_forked_says_nothing(launcher: Launcher) -> None:

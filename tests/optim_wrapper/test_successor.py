@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -82,15 +82,23 @@ def test_a_controller_that_ends_while_a_rank_leaves_is_not_taken_for_a_killed_on
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("forked", [False, True], ids=["started", "forked"])
 @pytest.mark.parametrize("ends", ["exit 3", "kill -SEGV $$"], ids=["exit code", "signal"])
 def test_a_successor_that_ends_at_once_says_how(
-    tmp_path: Path, controller: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, ends: str
+    tmp_path: Path, controller: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, ends: str, forked: bool
 ) -> None:
     path = state_of(controller.pid, tmp_path)
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho no memory\n{ends}\n")
     python.chmod(0o700)
-    monkeypatch.setattr(launch, "_waiting", None)
+    made: list[subprocess.Popen[bytes]] = []
+
+    def fork(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> int:
+        with open(log, "ab") as out:
+            made.append(subprocess.Popen([str(python), *arguments], env=dict(environment), stdout=out))
+        return made[0].pid
+
+    monkeypatch.setattr(launch, "_fork", fork if forked else lambda *_: None)
     monkeypatch.setattr(sys, "executable", str(python))
     with golden.raises(UnavailableError):
         launch.start_successor(path)
