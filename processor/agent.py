@@ -424,9 +424,8 @@ class Agent:
 
     def _leave_if_told(self) -> None:
         if self._departure.decided:
-            self._departure.raise_if_refused()
             self.close(timeout_s=1.0)
-            raise self._departure.unwind()
+            self._departure.leave()
 
     def _beat(self) -> bool:
         """Pulse thread: ticks for the core, and the newest status at most ten times a second. False at the end."""

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from lastwords import threads
 from lastwords.errors import ConfigError, UnavailableError
@@ -236,11 +237,6 @@ class Departure:
         """Why the controller refused this process, if it did."""
         return self._refused
 
-    def raise_if_refused(self) -> None:
-        """Raises ConfigError if the controller refused this process."""
-        if self._refused is not None:
-            raise ConfigError(self._refused)
-
     @property
     def exit_code(self) -> int | None:
         """What this process ends with, once that is certain."""
@@ -261,14 +257,19 @@ class Departure:
             return
         say(line)
 
-    def unwind(self) -> SystemExit:
-        """Training thread: the exception to raise; arms the bound on how long unwinding may take."""
+    def leave(self) -> NoReturn:
+        """Training thread: out of the user's code, whose time to unwind is bounded.
+
+        Raises SystemExit, and ConfigError if the controller refused this process.
+        """
+        if self._refused is not None:
+            raise ConfigError(self._refused) from None
         assert self._verdict is not None
         if self.healed:
             self.end_now()
         self.end_within(UNWIND_S, self._verdict.code)
         self.announce(ends=self._exit_code is not None)
-        return SystemExit(self._verdict.code if self._exit_code is None else self._exit_code)
+        raise SystemExit(self._verdict.code if self._exit_code is None else self._exit_code) from None
 
     def end_within(self, seconds: float, code: int) -> None:
         """End the process with `code` after at most `seconds`, and at interpreter exit without clean-up.

@@ -88,10 +88,10 @@ def exit_code_of(error: BaseException) -> int:
 
 
 class ExceptHook:
-    """`sys.excepthook` that calls `hold` first, for scripts that do not use `with`."""
+    """`sys.excepthook` that calls `fail` first, for scripts that do not use `with`."""
 
-    def __init__(self, hold: Callable[[BaseException], None]) -> None:
-        self._hold = hold
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
         self._previous: Callable[..., object] | None = None
 
     def install(self) -> None:
@@ -107,6 +107,6 @@ class ExceptHook:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
         previous = self._previous or sys.__excepthook__
         try:
-            self._hold(error)
+            self._fail(error)
         finally:
             previous(kind, error, traceback)

@@ -33,7 +33,7 @@ class ProtectedStep:
     """The `StepHooks` of the optimizers, and the end of the step. Training thread only.
 
     ensure_loop: called before the first update; a loop of the user's own begins with it. gate: where one is needed.
-    hold: takes an error that ends this rank's training, and returns, or raises, once its incident is over.
+    fail: takes an error that ends this rank's training, and returns, or raises, once its incident is over.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ProtectedStep:
         gate: Gate | None,
         optimizers: Sequence[OptTFTWrapper],
         ensure_loop: Callable[[], None],
-        hold: Callable[[BaseException], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._recorder = recorder
         self._buckets = buckets
@@ -53,7 +53,7 @@ class ProtectedStep:
         self._work = recorder.work = self._agent.work
         self._signals = protection.signals
         self._gate = gate
-        self._hold = hold
+        self._fail = fail
         self._ensure_loop: Callable[[], None] | None = ensure_loop
         self._inner = [wrapper.inner for wrapper in optimizers]
         self._fence = device_fence(self._inner)
@@ -159,4 +159,4 @@ class ProtectedStep:
             cut_off = self._agent.phase is Phase.UPDATED
             self._recorder.ledger.tell(CUT_OFF if cut_off else f"the training loop failed: {error}")
             # Not only when it leaves the loop, which may swallow it: the others would train on, this rank would not.
-            self._hold(error)
+            self._fail(error)

@@ -261,8 +261,7 @@ class Protection:
         except StorageError:
             if not self._departure.decided:
                 raise
-            self._departure.raise_if_refused()
-            raise self._departure.unwind() from None
+            self._departure.leave()
         self.agent.write_stands_to(box)
 
     def _on_incident(self, begins: bool) -> None:
@@ -315,11 +314,6 @@ class Protection:
             _log.info("cannot determine the newest checkpoint: %s", error)
             return 0
 
-    @property
-    def refused(self) -> bool:
-        """True if the controller did not want this process."""
-        return self._departure.refused is not None
-
     def fail(self, error: BaseException, detach: Callable[[], None]) -> None:
         """`error` leaves the loop: hold this rank until its incident is over, `detach` and end the protection.
 
@@ -341,14 +335,12 @@ class Protection:
         if self._departure.refused is not None:
             if own:
                 return  # what leaves the loop is the refusal itself, or an earlier error
-            self._departure.raise_if_refused()
-        if own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
-            self._departure.leave_to_user(error, exit_code_of(error))
-            return
-        if verdict is None or (verdict.is_cause and not self._asked_to_stop()):
+        elif own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
+            return self._departure.leave_to_user(error, exit_code_of(error))
+        elif verdict is None or (verdict.is_cause and not self._asked_to_stop()):
             self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
             traceback.print_exception(error)  # blocks where the reader of stderr has stopped
-        raise self._departure.unwind() from None
+        self._departure.leave()
 
 
 def refuse_watchdog(environ: Mapping[str, str] = os.environ) -> None:

@@ -171,7 +171,7 @@ class TFTRegister:
         if run is None:  # start() has refused; its error, or the user's own, is what matters
             return False
         if error is not None and (run.leaving or not clean):
-            run.hold(error)
+            run.fail(error)
         else:
             run.stop()
         return False

@@ -235,7 +235,7 @@ class Run:
         """The loop is over on this rank: wait until it is over on all of them."""
         self.recorder.close()
 
-    def hold(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """An exception leaves the loop."""
 
 
@@ -263,7 +263,7 @@ class ProtectedRun(Run):
         self._on_first_end: Reporter | None = None
         self._verify_every = recorder.watch.verify_every = options.verify_every
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
-        self._excepthook = ExceptHook(self.hold)
+        self._excepthook = ExceptHook(self.fail)
         shared = self._layout.shared(config.shared_from_mb)
         self.protection = Protection(config, world, self._make_source, self._layout.units.names, shared)
         self.protection.start(settings_of(config, options, len(optimizers), world.size), self._layout.checkpoint_bytes)
@@ -274,7 +274,7 @@ class ProtectedRun(Run):
             recorder.begin(0, None)
             gate = self._layout.gate
             self._step = ProtectedStep(
-                recorder, buckets, self.protection, gate, optimizers, self.ensure_begun, self.hold
+                recorder, buckets, self.protection, gate, optimizers, self.ensure_begun, self.fail
             )
             for wrapper in optimizers:
                 wrapper.watch_groups(self._layout.units.admit)
@@ -392,7 +392,7 @@ class ProtectedRun(Run):
         if (launcher := reporter()) is not None and not self.protection.leaving:
             launcher.over()
 
-    def hold(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """An exception leaves the loop: wait until the incident is over, then let the right one through.
 
         Raises SystemExit where it is only the echo of another rank's end; returns where it is this rank's own.

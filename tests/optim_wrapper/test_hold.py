@@ -7,13 +7,14 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lastwords.optim_wrapper.trainer.hold import is_collective_error
-from lastwords.optim_wrapper.trainer.run import ProtectedRun
+from lastwords.optim_wrapper.trainer.protection import Protection
 
 
 def of_a_socket() -> BaseException:
@@ -124,9 +125,14 @@ def test_the_end_of_a_loaders_worker_is_no_ranks_own_failure_where_a_signal_has_
 ) -> None:
     """A closed terminal tells the whole process group, and the workers of a loader die of it."""
     departs: list[bool] = []
-    protection = SimpleNamespace(
-        closed=False, alone=True, asked_to_stop=asked,
-        raised=lambda text, secondary: departs.append(not secondary), depart=lambda own, _: departs.append(own),
+    departure = SimpleNamespace(
+        verdict=None, refused=None, end_within=lambda *_: None,
+        leave_to_user=lambda *_: departs.append(True), leave=lambda: departs.append(False),
     )  # fmt: skip
-    ProtectedRun.hold(SimpleNamespace(protection=protection, close=lambda: None), error)  # type: ignore[arg-type]
+    agent = SimpleNamespace(raised=lambda text, secondary: departs.append(not secondary))
+    protection: Any = SimpleNamespace(
+        _world=SimpleNamespace(size=1), _asked_to_stop=lambda: asked, _signals=None, agent=agent, close=lambda: None,
+        _departure=departure,
+    )  # fmt: skip
+    Protection.fail(protection, error, lambda: None)
     assert departs == [own, own]

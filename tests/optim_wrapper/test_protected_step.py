@@ -48,7 +48,7 @@ class Around(Recorded):
 
 def begun_update(one: Any) -> None:
     optimizer = OptTFTWrapper(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
-    ProtectedStep(one, one, one, one, [optimizer], lambda: None, one.hold).begin_update()
+    ProtectedStep(one, one, one, one, [optimizer], lambda: None, one.fail).begin_update()
 
 
 def test_signals_wait_from_the_gate_on_and_the_tentative_copy_comes_before_it() -> None:
@@ -76,4 +76,4 @@ def test_signals_are_let_go_where_the_gate_ends_otherwise(error: BaseException) 
     of_signals = [call for call in one.calls if call.startswith("signals")]
     assert of_signals == ["signals.begin_update", "signals.end_update"]
     assert "agent.begin_update" not in one.calls
-    assert ("recorder.hold" in one.calls) == isinstance(error, ConfigError), "a loop may swallow that one"
+    assert ("recorder.fail" in one.calls) == isinstance(error, ConfigError), "a loop may swallow that one"

@@ -71,7 +71,7 @@ time.sleep(0.05)
     "way",
     [
         "departure.decide(saved); departure.end_now(); time.sleep(1000)",
-        "departure.decide(saved); raise departure.unwind()",
+        "departure.decide(saved); departure.leave()",
         "departure.decide(saved); departure.end_within(0.1, 75); time.sleep(1000)",
     ],
     ids=["now", "unwinding", "within"],
@@ -101,7 +101,7 @@ def test_a_process_ends_where_even_its_line_cannot_be_said() -> None:
     "way",
     [
         "departure.decide(saved); departure.end_now(); time.sleep(1000)",
-        "departure.decide(saved); raise departure.unwind()",
+        "departure.decide(saved); departure.leave()",
         "departure.decide_alone('no controller', departure.end_now); time.sleep(1000)",
     ],
     ids=["now", "unwinding", "alone"],
@@ -156,7 +156,7 @@ except BaseException as seen:
     [
         ("departure.decide(saved); departure.end_now(); time.sleep(99)", 75),
         ("departure.decide(failed); departure.end_now(); time.sleep(99)", 76),
-        ("departure.decide(failed); raise departure.unwind()", 76),
+        ("departure.decide(failed); departure.leave()", 76),
         ("departure.end_now(); time.sleep(99)", 76),
         ("departure.decide(Verdict.controller_lost(2, 'no controller')); departure.end_now(); time.sleep(99)", 76),
     ],
@@ -260,9 +260,9 @@ def test_what_was_written_to_a_file_and_not_flushed_is_there_at_the_end(tmp_path
 @pytest.mark.parametrize(
     "way",
     [
-        "raise departure.unwind()",
+        "departure.leave()",
         "departure.end_within(0.1, 75); time.sleep(99)",
-        "departure = Departure(2, healed=lambda: True); departure.decide(saved); raise departure.unwind()",
+        "departure = Departure(2, healed=lambda: True); departure.decide(saved); departure.leave()",
     ],
     ids=["unwinding", "within", "where a launcher begins again"],
 )
@@ -295,7 +295,7 @@ departure.decide(saved)
     ("functions", "way", "left"),
     [
         ("leave,", NOW, 1),
-        ("leave, leave", "raise departure.unwind()", 2),
+        ("leave, leave", "departure.leave()", 2),
         ("fail, leave", NOW, 1),
         ("hang, leave", NOW, 0),
         ("leave, hang", NOW, 1),
@@ -336,7 +336,7 @@ def test_finally_blocks_run_unless_a_launcher_begins_again(healed: bool) -> None
     code, errors = run(
         f"departure = Departure(2, healed=lambda: {healed})\n"
         "departure.decide(saved)\n"
-        "try: raise departure.unwind()\n"
+        "try: departure.leave()\n"
         "finally: print('unwound', file=sys.stderr)"
     )
     assert code == 75, errors
@@ -374,7 +374,7 @@ def export():
 UNWINDS = """
 departure.decide(saved)
 try:
-    raise departure.unwind()
+    departure.leave()
 finally:
     {export}
 """
