@@ -130,37 +130,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _scheduler(argv: Sequence[str]) -> int:
-    """As a script does that calls `lastwords.run(main)` with MS_ROLE=MS_SCHED."""
-    build_parser().parse_args(["scheduler", *argv])
+def _in_cluster(role: str, argv: Sequence[str]) -> int:
+    """As a script does that calls `lastwords.run(main)` with this MS_ROLE. argv: of a worker: -m NAME, or a script, and
+    its arguments.
+    """
     from lastwords.launcher.environment import SCHEDULER, cluster_of  # with torch, which the others do without
     from lastwords.launcher.scheduler import schedule
+    from lastwords.launcher.supervisor import supervise
 
-    logging.basicConfig(format="lastwords scheduler: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    name = "lastwords scheduler: " if role == SCHEDULER else ""
+    logging.basicConfig(format=f"{name}%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    cluster = cluster_of(os.environ, role)
+    assert cluster is not None
+    if role != SCHEDULER:
+        return supervise(cluster, argv)
     try:
-        cluster = cluster_of(os.environ, SCHEDULER)
-        assert cluster is not None
         return schedule(cluster)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except LastWordsError as error:
-        print(f"lastwords: {error}", file=sys.stderr)
-        return exit_code_of(error)
-
-
-def _worker(argv: Sequence[str]) -> int:
-    """As `lastwords.run(main)` does with MS_ROLE=MS_WORKER. argv: -m NAME, or a script, and its arguments."""
-    from lastwords.launcher.environment import WORKER, cluster_of
-    from lastwords.launcher.supervisor import supervise
-
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
-    try:
-        cluster = cluster_of(os.environ, WORKER)
-        assert cluster is not None
-        return supervise(cluster, argv)
-    except LastWordsError as error:
-        print(f"lastwords: {error}", file=sys.stderr)
-        return exit_code_of(error)
 
 
 def _seconds(text: str) -> float:
@@ -175,20 +162,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its `ExitCode`; SystemExit(2) for wrong usage."""
     missing_streams.open_missing()
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(argv)
+    except LastWordsError as error:
+        print(f"lastwords: {error}", file=sys.stderr)
+        return exit_code_of(error)
+
+
+def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["run"]:
         from lastwords.launcher.command import run  # brings torch, which the other commands do without
 
-        try:
-            run(argv[1:])
-        except LastWordsError as error:
-            print(f"lastwords: {error}", file=sys.stderr)
-            return exit_code_of(error)
+        run(argv[1:])
         return ExitCode.OK
     if argv[:1] == ["worker"] and argv[1:2] not in ([], ["-h"], ["--help"]):
-        return _worker(argv[1:])
-    if argv[:1] == ["scheduler"] and not {"-h", "--help"} & {*argv}:
-        return _scheduler(argv[1:])
+        return _in_cluster("MS_WORKER", argv[1:])
     arguments = build_parser().parse_args(argv)
+    if arguments.command == "scheduler":
+        return _in_cluster("MS_SCHED", [])
     logging.basicConfig(format="lastwords: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     try:
         code = _run(arguments)
@@ -197,9 +188,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `lastwords inspect ... | head`: the reader has seen enough. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
-    except LastWordsError as error:
-        print(f"lastwords: {error}", file=sys.stderr)
-        return exit_code_of(error)
     return code
 
 

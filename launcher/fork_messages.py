@@ -1,6 +1,6 @@
 """What a fork server and its launcher say to each other; one message is one line (link.py, protocol.py).
 
-`Import` is answered by `Made`, `Forks` by a `Forked` for each process, and one for what has gone wrong.
+The server says `Made` first; `Forks` is answered by a `Forked` for each process, and one for what has gone wrong.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ class Forks:
     """Of one generation on this host, in this order."""
 
     forks: Sequence[Fork]
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """The first message: modules that are imported, too, in this order. path: where those of the script are."""
-
-    modules: Sequence[str]
-    path: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 from lastwords.clock import mono_s
 from lastwords.errors import named
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Made
 from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.orphans import children as children_of_this
 from lastwords.launcher.protocol import read, to_message
@@ -50,17 +50,19 @@ BOOT = "import sys; sys.path.pop(0); from lastwords.launcher.fork_server import 
 
 
 def serve() -> None:
-    """The whole life of this process, and of all its forks. argv: -c, the socket's descriptor, the launcher's pid."""
-    link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    """The whole life of this process, and of all its forks.
+
+    argv: -c, the socket's descriptor, the launcher's pid, where the script's modules are, and which modules to import.
+    """
+    _, fd, launcher, path, *modules = sys.argv
+    link, parent = socket.socket(fileno=int(fd)), int(launcher)
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
     link.set_inheritable(False)
     _import_all()
+    send(link, to_message(_preloaded(path, modules)))
     for order in _orders(link):
-        if isinstance(order, Import):
-            send(link, to_message(_preloaded(order)))
-            continue
         one = _forked(order.forks, link)
         if one is not None:
             from lastwords.launcher import new_process
@@ -69,12 +71,12 @@ def serve() -> None:
     os._exit(0)  # what was imported is not to run at the end of this process
 
 
-def _orders(link: socket.socket) -> Iterator[Import | Forks]:
+def _orders(link: socket.socket) -> Iterator[Forks]:
     """Until the launcher has ended."""
     lines = Lines()
     while data := link.recv(RECV_BYTES):
         for said in lines.feed(data):
-            yield read(said, Import | Forks)
+            yield read(said, Forks)
 
 
 def _import_all() -> None:
@@ -120,12 +122,12 @@ def _has_device() -> bool:
     return any(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
 
 
-def _preloaded(order: Import) -> Made:
+def _preloaded(path: str, modules: Sequence[str]) -> Made:
     seconds: dict[str, float] = {}
     if problem := why_not():
         return Made(problem)
-    sys.path.insert(0, order.path)
-    for name in order.modules:
+    sys.path.insert(0, path)
+    for name in modules:
         begun_s = mono_s()
         with _reads_of_ranks() as read:
             try:
@@ -137,7 +139,7 @@ def _preloaded(order: Import) -> Made:
         if problem := problem or why_not():
             return Made(problem, name)
         seconds[name] = mono_s() - begun_s
-    sys.path.remove(order.path)
+    sys.path.remove(path)
     gc.collect()
     gc.freeze()
     return Made("", "", seconds)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Import, Made
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Made
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import kill_group
@@ -66,7 +66,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [self._python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid())],
+                [self._python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), self._path, *self._preload],
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -80,7 +80,6 @@ class ForkServer:
         inbox = Inbox(peer, lambda said: read(said, Made | Forked), Complaints())
         self._ready = False
         self._link = Connection(ours, self._selector, inbox, self._hear)
-        self._link.tell(to_message(Import(self._preload, self._path)))
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
