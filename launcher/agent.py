@@ -184,11 +184,11 @@ class _Round:
         """
         local = {worker.global_rank: worker.local_rank for worker in group.workers}
         found = {}
-        for rank, one in self.host.failures.items():
+        for rank, (pid, ended) in self.host.failures.items():
             error_file = self._context.error_files[local[rank]]
-            found[rank] = failure = ProcessFailure(local[rank], one.pid, one.code, error_file)
+            found[rank] = failure = ProcessFailure(local[rank], pid, ended.code, error_file)
             if failure.error_file != error_file:  # the script has written none
-                failure.message = one.error or failure.message
+                failure.message = ended.raised or failure.message
         return found
 
     # ------------------------------------------------------------------ the thread

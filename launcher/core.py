@@ -102,6 +102,11 @@ class LauncherCore:
         """The generation is over, and the next one has not begun; also before the first one."""
         return self._healing
 
+    def is_by_itself(self, event: Ended) -> bool:
+        """Whether this end is a failure of the rank's own; its controller tells it to leave in either case."""
+        one = self._ranks[event.rank]
+        return event.code != 0 and not one.told and (event.raised != "" or not one.left)
+
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """What to do now, in this order."""
         if self.stopped:

@@ -29,6 +29,7 @@ from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.orphans import children as children_of_this
 from lastwords.launcher.protocol import read, to_message
 from lastwords.liveness.parents import die_with_parent
+from lastwords.processor.departure import flush
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Pools are made when a library is loaded, with so many threads."""
@@ -215,9 +216,7 @@ def _end_monitors() -> None:
 
 def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
     """In each fork what it is to be; None in this process, once all are there."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush()
     try:
         helper = os.fork()
     except OSError as error:

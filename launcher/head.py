@@ -31,7 +31,6 @@ from lastwords.launcher.events import (
     UNKNOWN_CODE,
     Begun,
     Effect,
-    End,
     Ended,
     Enter,
     Event,
@@ -89,10 +88,6 @@ class Head:
         self.core = LauncherCore(tuple(range(size)), keeps=keeps)
         self._recovery = Recovery(tuple(range(size)))
         self._record: Path | None = None
-        self._left: set[int] = set()
-        """Ranks that have, in this generation."""
-        self._asked: set[int] = set()
-        """Those that were told from here to end."""
         self._first = number * GENERATIONS_PER_ROUND
         self._address = address
         self._store: TCPStore | None = None
@@ -156,16 +151,12 @@ class Head:
             case Enter(entry, step=step):
                 number = self._first + entry
                 self._recovery.entered(number, mono_s())
-                self._left.clear()
-                self._asked.clear()
                 # Each has a store of its own: in the one before it, ranks would find addresses of the dead.
                 self._store = _new_store(self._address)
                 self._tell_all(Enter(number, self._store.port, step))
             case Stop() | Keep():
                 self._tell_all(effect)
             case _ if effect.rank in self._host_of:
-                if isinstance(effect, End):
-                    self._asked.add(effect.rank)
                 self._host_of[effect.rank](effect)
             case _:
                 _log.warning("the launcher of rank %d's host has not come yet; all others wait for it", effect.rank)
@@ -178,9 +169,8 @@ class Head:
         match event:
             case Left(rank, step, record):
                 self._record = Path(record) if record else self._record
-                self._left.add(rank)
                 self._recovery.left(rank, step, now_s)
-            case Ended(rank, code, how, raised) if self._is_by_itself(rank, code, raised):
+            case Ended(rank, code, how, raised) if self.core.is_by_itself(event):
                 self._recovery.died(rank, code, now_s, how, raised)
             case Gone(rank) if self.core.place(rank) is Place.RUNNING:
                 self._recovery.died(rank, UNKNOWN_CODE, now_s)
@@ -191,10 +181,6 @@ class Head:
                     _tell_in_time(line, self._record)
             case _:
                 pass
-
-    def _is_by_itself(self, rank: int, code: int, raised: str) -> bool:
-        """Whether this end is a failure of the rank's own; its controller tells it to leave in either case."""
-        return code != 0 and rank not in self._asked and (raised != "" or rank not in self._left)
 
 
 class Listener:

@@ -64,15 +64,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """How a process has ended badly. error: what has left its script; "" where nothing is known to."""
-
-    pid: int
-    code: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class HowLeft:
     """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them has
     said to be saved, at any time; 0 if none. record: where the incidents of the job are noted.
@@ -161,8 +152,8 @@ class Host:
         forks: ForkServer | None = None,
     ) -> None:
         self.result: Stop | None = None
-        self.failures: dict[int, Failure] = {}
-        """Of the ranks whose processes have ended badly by themselves in this generation."""
+        self.failures: dict[int, tuple[int, Ended]] = {}
+        """Of the ranks whose processes have ended badly by themselves in this generation: pid, and how."""
         self.seats = seats
         self.address = ""
         """Of rank 0's host, where it is another one than that of the store."""
@@ -387,7 +378,7 @@ class Host:
             event = Ended(rank, code, ending_text(code, before, counts.read()), said.error, said.lasting)
             if code and process.pid not in self._asked and (said.error or process.pid not in self._left):
                 _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, event.words)
-                self.failures.setdefault(rank, Failure(process.pid, code, said.error))
+                self.failures.setdefault(rank, (process.pid, event))
             self._report(event)
 
         def watch() -> None:

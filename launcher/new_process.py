@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import gc
 import importlib.machinery
 import logging
@@ -32,7 +31,7 @@ from lastwords.liveness.parents import die_with_parent
 from lastwords.optim_wrapper.launch import reporter
 from lastwords.optim_wrapper.trainer import protect
 from lastwords.optim_wrapper.trainer.hold import one_line
-from lastwords.processor.departure import say
+from lastwords.processor.departure import flush, say
 
 _log = logging.getLogger(__name__)
 
@@ -177,8 +176,6 @@ def _show(error: BaseException) -> None:
 
 def _end_by_interrupt() -> None:
     """As a process of its own ends that Ctrl-C has reached; called last of all that was registered."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

@@ -12,11 +12,14 @@ from typing import Any
 
 
 class RankProcess:
-    """A child of this process that leads a session, whoever has forked it. Any thread."""
+    """A child of this process that leads a session, whoever has forked it. Any thread.
 
-    def __init__(self, pid: int) -> None:
+    pid: 0 where a rank has none: torch's agent finds that it has ended well.
+    """
+
+    def __init__(self, pid: int = 0) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: int | None = None if pid else 0
         """As of `Popen.returncode`."""
         self._lock = threading.Lock()
 
@@ -44,21 +47,6 @@ class RankProcess:
         return code
 
 
-class NoProcess:
-    """Where a rank has none: torch's agent finds that it has ended."""
-
-    pid = 0
-    returncode = 0
-
-    def poll(self) -> int:
-        """It has ended well."""
-        return 0
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """The same."""
-        return 0
-
-
 class Seat:
     """A rank's place on this host, over all generations. For torch's agent it is a `SubprocessHandler`.
 
@@ -80,7 +68,7 @@ class Seat:
         for path in {self.stdout, self.stderr} - {""}:
             open(path, "wb").close()  # what a start before this one has left there
         self.local_rank_id = local_rank_id
-        self.proc: Any = NoProcess()
+        self.proc: Any = RankProcess()
 
     def spawn(self, env: dict[str, str]) -> None:
         """A process of its own. OSError."""

@@ -5,7 +5,6 @@ The rank dies with it, and what it says to people is about the rank: its end is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import selectors
@@ -37,7 +36,7 @@ from lastwords.launcher.membership import Membership
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Done, ToSupervisor
 from lastwords.liveness.parents import take_in_orphans
-from lastwords.processor.departure import EXIT_NOT_SAVED, say
+from lastwords.processor.departure import EXIT_NOT_SAVED, flush, say
 from lastwords.processor.signals import UNHANDLED_STOPS
 
 _log = logging.getLogger(__name__)
@@ -57,9 +56,7 @@ def become_supervisor() -> None:
             "lastwords.run(main) begins the script again in another process, so it has to be in a file or a module, "
             "and not in the command line or the standard input"
         )
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush()
     program = ["-m", module] if module else [name]
     os.execv(sys.executable, [sys.executable, "-m", "lastwords.cli", "worker", *program, *sys.argv[1:]])
 

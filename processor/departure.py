@@ -100,6 +100,13 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
+def flush() -> None:
+    """Write out what is buffered for people, where somebody takes it."""
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 def come_by_s(verdict: Verdict | None, *, asked_to_stop: bool) -> float:
     """How long the training thread may take to come by. asked_to_stop: by a signal, which may be why the job ends.
 
@@ -313,12 +320,10 @@ class Departure:
         if seconds == 0.0:
             hurry.set()
 
-        def flush() -> None:
+        def tell() -> None:
             go.wait()
             self.announce()
-            for stream in (sys.stderr, sys.stdout):
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    stream.flush()
+            flush()
             with contextlib.suppress(OSError, ValueError):
                 logging.shutdown()
             _flush_files()
@@ -354,7 +359,7 @@ class Departure:
             _end_from_c_after(UNWIND_S)
 
         try:
-            for name, target in (("lastwords-flush", flush), ("lastwords-exit", end)):
+            for name, target in (("lastwords-flush", tell), ("lastwords-exit", end)):
                 threads.run(target, name=name)
         except (RuntimeError, UnavailableError) as error:
             _log.error("lastwords cannot end this process: %s", error)

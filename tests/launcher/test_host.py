@@ -39,7 +39,7 @@ from lastwords.launcher.events import (
     Stopped,
 )
 from lastwords.launcher.fork_messages import Fork
-from lastwords.launcher.host import Failure, Host, HowLeft, Program
+from lastwords.launcher.host import Host, HowLeft, Program
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import RankProcess, Seat, ended_badly
 from lastwords.launcher.protocol import (
@@ -305,9 +305,10 @@ def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_
     end(Raised("SystemExit: 0", lasting=False), command="exit 0")
     assert host.failures == {}
     pid = end(Raised("ValueError: bad batch", lasting=False))
-    assert host.failures == {0: Failure(pid, 1, "ValueError: bad batch")}
+    ((where, ended),) = host.failures.values()
+    assert (where, ended.code, ended.raised) == (pid, 1, "ValueError: bad batch")
     end(Raised("no such setting", lasting=True))
-    assert [one.error for one in host.failures.values()] == ["no such setting"], "of this generation alone"
+    assert [ended.raised for _, ended in host.failures.values()] == ["no such setting"], "of this generation alone"
     end()
     assert [(one.code, one.raised, one.lasting) for one in host.of(Ended)] == [
         (-signal.SIGKILL, "", False),
@@ -342,7 +343,7 @@ def test_all_processes_of_a_rank_that_ends_badly_end_with_it(host: TestHost) -> 
 def test_torchs_report_has_the_ranks_that_have_failed_and_the_first_one_is_its_root_cause(tmp_path: Path) -> None:
     written = tmp_path / "error.json"
     written.write_text(json.dumps({"message": {"message": "written", "extraInfo": {"timestamp": 5}}}))
-    failures = {2: Failure(12, 1, "ValueError: bad batch"), 1: Failure(11, -9, "")}
+    failures = {2: (12, Ended(2, 1, raised="ValueError: bad batch")), 1: (11, Ended(1, -9))}
     files = {0: "", 1: "", 2: ""}
     group = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank, local_rank=rank) for rank in range(3)])
     part = SimpleNamespace(host=SimpleNamespace(failures=failures), _context=SimpleNamespace(error_files=files))

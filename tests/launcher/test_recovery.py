@@ -121,7 +121,7 @@ class Told(reporter.Reporter):
 @pytest.mark.process
 def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, told = torch.get_num_threads(), list[tuple[int, str, bool] | None]()
-    monkeypatch.setattr(controller_launch, "use_waiting", lambda ask: None)
+    monkeypatch.setattr(controller_launch, "use_forks", lambda fork: None)
     try:
         for more in (0, 1):
             torch.set_num_threads(threads + more)
