@@ -150,10 +150,11 @@ def dying(directory: Path, state: str, *, acts: bool) -> dict[str, str]:
 
 
 def _in_the_controller(directory: Path, code: str) -> dict[str, str]:
-    """Environment of ranks whose controllers run this first."""
+    """Environment of ranks whose controllers run this first, or the fork server whose forks they are."""
     directory.mkdir()
     block = textwrap.indent(textwrap.dedent(code), "    ")
-    (directory / "sitecustomize.py").write_text(f"import sys\n\nif 'lastwords.controller' in sys.orig_argv:{block}")
+    where = "any('lastwords.controller' == one or 'fork_server' in one for one in sys.orig_argv)"
+    (directory / "sitecustomize.py").write_text(f"import sys\n\nif {where}:{block}")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))}
 
 
