@@ -7,8 +7,9 @@ Each module imports only those of this package that stand above it here.
   whose workers people start)
 - What is said: protocol.py (messages), link.py (connections, as lines of JSON)
 - A rank as a fork: refusal.py (how one ends that lastwords refuses), orphans.py (what it leaves behind), processes.py
-  (ranks and controllers), fork_messages.py (what is asked of the fork server), new_process.py (what makes a fork a new
-  process), fork_server.py (the process that all are forks of), forks.py (the launcher's end of it)
+  (ranks and controllers), fork_messages.py (what is asked of the fork server), import_times.py (what could be
+  preloaded), new_process.py (what makes a fork a new process), fork_server.py (the process that all are forks of),
+  forks.py (the launcher's end of it)
 - The launcher: recovery.py (where the time of a recovery went), head.py (that of the first host, which decides for all,
   and the others' way to it), standby.py (the controller that a host has lost),
   host.py (the processes of one host), agent.py (torch's elastic agent around head and host), claim.py (one launcher for

@@ -49,13 +49,14 @@ class Begun:
     """The training loop of `rank` has begun after `step`.
 
     inexact: why it may differ from one that was never interrupted; "" where nothing is known. resumes: `resume()` was
-    called before it.
+    called before it. imports: modules that the script has imported meanwhile, and seconds; those that took longest.
     """
 
     rank: int
     step: int = 0
     inexact: str = ""
     resumes: bool = True
+    imports: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

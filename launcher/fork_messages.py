@@ -1,12 +1,14 @@
 """What a fork server and its launcher say to each other; one message is one line (link.py, protocol.py).
 
-The server says `Made` first; `Forks` is answered by a `Forked` for each process, and one for what has gone wrong.
+The server says `Importing` and `Made` first; `Forks` is answered by a `Forked` for each process, and one for what has
+gone wrong.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,38 @@ class Fork:
     dies_with: int
 
 
+def as_text(one: Fork) -> Fork:
+    """The same, as a message can say it: names and arguments of the system's may be no Unicode."""
+    environment = {_text(name): _text(value) for name, value in one.environment.items()}
+    return replace(one, environment=environment, argv=[*map(_text, one.argv)])
+
+
+def from_text(one: Fork) -> Fork:
+    """The inverse."""
+    environment = {_native(name): _native(value) for name, value in one.environment.items()}
+    return replace(one, environment=environment, argv=[*map(_native, one.argv)])
+
+
+def _text(native: str) -> str:
+    return os.fsencode(native).decode("latin-1")
+
+
+def _native(text: str) -> str:
+    return os.fsdecode(text.encode("latin-1"))
+
+
 @dataclass(frozen=True, slots=True)
 class Forks:
     """Of one generation on this host, in this order."""
 
     forks: Sequence[Fork]
+
+
+@dataclass(frozen=True, slots=True)
+class Importing:
+    """This module is imported now."""
+
+    module: str
 
 
 @dataclass(frozen=True, slots=True)

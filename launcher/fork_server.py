@@ -9,33 +9,52 @@ whatever becomes of this process, which has no children. If the launcher ends, s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import importlib
+import io
 import os
+import random  # noqa: F401  # before any module seeds it
 import signal
 import socket
 import sys
 import time
+import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 from lastwords.clock import mono_s
 from lastwords.errors import named
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Made
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, from_text
 from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.orphans import children as children_of_this
 from lastwords.launcher.protocol import read, to_message
 from lastwords.liveness.parents import die_with_parent
+from lastwords.processor import departure
 from lastwords.processor.departure import flush
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Pools are made when a library is loaded, with so many threads."""
 
-OF_RANKS = ("RANK", "LOCAL_RANK", "ROLE_RANK", "MASTER_PORT")
+OF_RANKS = ("RANK", "LOCAL_RANK", "ROLE_RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 """Variables that are different in each process, or in each generation."""
+
+SEEDS = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed", "torch.random": "manual_seed"}
+"""Functions of modules that give global random streams a seed."""
+
+RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
+    "lightning_fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"),
+    "torchmetrics.utilities.prints": ("LOCAL_RANK",),
+}
+"""Modules that keep the first of these variables that is set in `rank_zero_only.rank`, which each fork sets anew."""
+
+LOOKING_UP = ("os", "_collections_abc", "collections.abc", __name__)
+"""Modules of the functions between a read of the environment and whoever reads it."""
 
 UNMISSED = ("jemalloc_bg_thd",)
 """Threads that a library starts again in a fork."""
@@ -46,29 +65,35 @@ PAUSE_S = 0.001
 JOINED_S = 0.2
 """How long the kernel may take to end a thread that Python has joined."""
 
-BOOT = "import sys; sys.path.pop(0); from lastwords.launcher.fork_server import serve; serve()"
+BOOT = "import sys; sys.flags.safe_path or sys.path.pop(0); from lastwords.launcher.fork_server import serve; serve()"
 """Of `python -c`, whose sys.path begins with the working directory: modules there must not take the place of others."""
 
 
 def serve() -> None:
     """The whole life of this process, and of all its forks.
 
-    argv: -c, the socket's descriptor, the launcher's pid, where the script's modules are, and which modules to import.
+    argv: -c, the socket's descriptor, the launcher's pid, where the script's modules are, which modules to import, and
+    which not, as an earlier fork server has found.
     """
-    _, fd, launcher, path, *modules = sys.argv
+    _, fd, launcher, path, modules, left_out = sys.argv
     link, parent = socket.socket(fileno=int(fd)), int(launcher)
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
     link.set_inheritable(False)
     _import_all()
-    send(link, to_message(_preloaded(path, modules)))
+    send(link, to_message(_preloaded(path, [*filter(None, modules.split(","))], link)))
     for order in _orders(link):
-        one = _forked(order.forks, link)
+        one = _forked([*map(from_text, order.forks)], link)
         if one is not None:
             from lastwords.launcher import new_process
 
-            (new_process.run if one.rank >= 0 else new_process.control)(one)
+            one = dataclasses.replace(one, environment={**one.environment, **set_here})
+            departure.begin(opened)
+            set_rank(one.environment)
+            if one.rank < 0:
+                new_process.control(one)
+            new_process.run(one, left_out.split(","))
     os._exit(0)  # what was imported is not to run at the end of this process
 
 
@@ -107,7 +132,7 @@ def _import_all() -> None:
     from lastwords.optim_wrapper.ddp.ddp_found import known_ddps
     from lastwords.optim_wrapper.state.running import user_modules
 
-    setproctitle.setproctitle(f"{setproctitle.getproctitle()} [lastwords fork server]")
+    setproctitle.setproctitle(f"{sys.executable} [lastwords fork server]")
     known_ddps()
     deque(user_modules(), 0)
     prepare(Manifest, Heads, LocalMeta, UnitMeta, Start)
@@ -123,45 +148,108 @@ def _has_device() -> bool:
     return any(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
 
 
-def _preloaded(path: str, modules: Sequence[str]) -> Made:
+def _preloaded(path: str, modules: Sequence[str], link: socket.socket) -> Made:
     seconds: dict[str, float] = {}
     if problem := why_not():
         return Made(problem)
     sys.path.insert(0, path)
+    before, directory = dict(os.environ), os.getcwd()
     for name in modules:
-        begun_s = mono_s()
-        with _reads_of_ranks() as read:
+        begun_s, known = mono_s(), {*sys.modules}
+        send(link, to_message(Importing(name)))
+        with _deeds() as done:
             try:
                 importlib.import_module(name)
             except BaseException as error:  # outermost: of the module's own code, which may exit as well
                 problem = f"it raises {named(error)}"
-        if read:
-            return Made(f"it reads {', '.join(sorted(read))}, which differs between ranks", name)
-        if problem := problem or why_not():
+        if os.getcwd() != directory:
+            done["it changes the working directory"] = None
+        if found := _generators(sys.modules.keys() - known):
+            done[f"it has a random generator, {found[0]}, which would draw the same in all ranks"] = None
+        if problem := next(iter(done), problem) or why_not():
             return Made(problem, name)
         seconds[name] = mono_s() - begun_s
     sys.path.remove(path)
+    set_here.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+    opened.extend(one for one in gc.get_objects() if issubclass(type(one), io.IOBase) and not one.closed)
     gc.collect()
     gc.freeze()
     return Made("", "", seconds)
 
 
+set_here: dict[str, str] = {}
+"""Variables of the environment that preloaded modules have set."""
+
+opened: list[Any] = []
+"""Files that were open when ranks could be forked."""
+
+
+def _generators(modules: Collection[str]) -> list[str]:
+    """Where the user's own among these have a random generator."""
+    if "torch" not in sys.modules:
+        return []
+    from lastwords.optim_wrapper.state.object_walk import GENERATORS
+    from lastwords.optim_wrapper.state.running import user_modules
+
+    return [
+        f"{module}.{name}"
+        for module, names in user_modules()
+        if module in modules
+        for name, one in names.items()
+        if issubclass(type(one), GENERATORS)
+    ]
+
+
 @contextlib.contextmanager
-def _reads_of_ranks() -> Iterator[set[str]]:
-    """Of what only a rank has, and is not there: all ranks would go on with the answer to that."""
+def _deeds() -> Iterator[dict[str, None]]:
+    """What is done meanwhile that only a rank can do.
+
+    It reads what only a rank has, so that all would go on with the answer to that; or seeds the streams, which are
+    those of each rank.
+    """
+    found: dict[str, None] = {}
     reads = os._Environ.__getitem__
-    found: set[str] = set()
 
     def note(environ: Any, name: Any) -> Any:
-        if name in OF_RANKS:
-            found.add(name)
+        if name in OF_RANKS and not _is_set_anew(name):
+            found[f"it reads {name}, which differs between ranks"] = None
         return reads(environ, name)
 
+    def seeding(seed: Any) -> Any:
+        @functools.wraps(seed)
+        def noted(*args: Any, **options: Any) -> Any:
+            found["it seeds random streams, which are those of each rank"] = None
+            return seed(*args, **options)
+
+        return noted
+
+    owners = {sys.modules[module]: name for module, name in SEEDS.items() if module in sys.modules}
+    seeds = [(owner, name, getattr(owner, name)) for owner, name in owners.items()]
     os._Environ.__getitem__ = note  # type: ignore[method-assign]
+    for owner, name, seed in seeds:
+        setattr(owner, name, seeding(seed))
     try:
         yield found
     finally:
         os._Environ.__getitem__ = reads  # type: ignore[method-assign]
+        for owner, name, seed in seeds:
+            setattr(owner, name, seed)
+
+
+def _is_set_anew(name: str) -> bool:
+    """Whether the module that reads this variable now is one of RANK_ZERO, and of a release that is known here."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") in LOOKING_UP:
+        frame = frame.f_back
+    found: Mapping[str, object] = {} if frame is None else frame.f_globals
+    return name in RANK_ZERO.get(str(found.get("__name__")), ()) and "rank_zero_only" in found
+
+
+def set_rank(environment: Mapping[str, str]) -> None:
+    """In a fork with this environment: what the modules of RANK_ZERO that are loaded have read in another one."""
+    for module, names in RANK_ZERO.items():
+        if (only := getattr(sys.modules.get(module), "rank_zero_only", None)) is not None:
+            only.rank = int(next((environment[name] for name in names if name in environment), 0))
 
 
 def why_not() -> str:
@@ -172,7 +260,7 @@ def why_not() -> str:
     """
     _end_monitors()
     if threads := _threads():
-        return f"it has started {threads} thread{'s' * (threads > 1)}, which a fork does not have"
+        return f"it has started {_counted(threads)}, which a fork does not have"
     distributed = sys.modules["torch.distributed"]
     if distributed.is_available() and distributed.is_initialized():
         return "it has made a process group"
@@ -186,23 +274,27 @@ def why_not() -> str:
     return ""
 
 
-def _threads() -> int:
-    """How many a fork would miss. One that was joined is gone a moment later."""
+def _threads() -> list[str]:
+    """Names of those that a fork would miss. One that was joined is gone a moment later."""
     deadline_mono_s = mono_s() + JOINED_S
-    while (count := sum(map(_is_missed, os.listdir("/proc/self/task")))) and mono_s() < deadline_mono_s:
+    while (names := [*_names_of_threads()]) and mono_s() < deadline_mono_s:
         time.sleep(PAUSE_S)
-    return count
+    return names
 
 
-def _is_missed(task: str) -> bool:
-    """Whether this thread is one that a fork would miss."""
-    if int(task) == os.getpid():
-        return False
-    with contextlib.suppress(OSError):
-        return (
-            Path(f"/proc/self/task/{task}/comm").read_text(encoding="utf-8", errors="replace").strip() not in UNMISSED
-        )
-    return False
+def _names_of_threads() -> Iterator[str]:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/self/task/{task}/comm").read_text(encoding="utf-8", errors="replace").strip()
+            if int(task) != os.getpid() and name not in UNMISSED:
+                yield name
+
+
+def _counted(threads: Sequence[str]) -> str:
+    """With the names of those that have one of their own: a module may come with another one whose threads they are."""
+    own = Path("/proc/self/comm").read_text(encoding="utf-8", errors="replace").strip()
+    named = ", ".join(sorted({*threads} - {own}))
+    return f"{len(threads)} thread{'s' * (len(threads) > 1)}{f' ({named})' if named else ''}"
 
 
 def _end_monitors() -> None:
@@ -230,9 +322,10 @@ def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
 
 
 def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
-    """The helper: it returns in the forks alone, once each has the parent that it keeps."""
+    """The helper: it returns in the forks alone, once each has the parent that it keeps, and the launcher knows it."""
     helper = os.getpid()
     for one in forks:
+        known, known_by = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
@@ -240,8 +333,15 @@ def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
             break
         if not pid:
             link.close()
+            os.close(known_by)
+            if not os.read(known, 1):  # the launcher may not know it, and would have another one forked
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.close(known)
             while os.getppid() == helper:
                 time.sleep(PAUSE_S)
             return one
+        os.close(known)
         send(link, to_message(Forked({str(one.rank): pid})))
+        os.write(known_by, b".")
+        os.close(known_by)
     os._exit(0)

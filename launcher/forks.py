@@ -10,13 +10,19 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Made
+from lastwords.clock import mono_s
+from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import kill_group
 from lastwords.launcher.protocol import read, to_message
 
 _log = logging.getLogger(__name__)
+
+HUNG_S = 30.0
+"""It forks thousands of processes in that time: one that says nothing is stopped, or hangs."""
+
+LOOK_S = 1.0
 
 DEATHS_MAX = 3
 """Servers in a row that may end before they have served."""
@@ -48,6 +54,7 @@ class ForkServer:
         self._environment.setdefault("PYTHONHASHSEED", str(seed))
         self._environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._preload, self._path = [*preload], path
+        self._left_out: list[str] = []
         self.made: Callable[[Mapping[int, int], str], None] = lambda pids, problem: None
         self.failed: Callable[[str], None] = lambda why: None
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,6 +62,8 @@ class ForkServer:
         self._ready = False
         self._wanted: tuple[Fork, ...] = ()
         self._deaths = 0
+        self._importing = ""
+        self._heard_mono_s = mono_s()
 
     @property
     def pid(self) -> int:
@@ -64,9 +73,10 @@ class ForkServer:
     def start(self) -> None:
         """It imports what ranks need, from now on. OSError."""
         ours, theirs = socket.socketpair()
+        modules = ",".join(self._preload), ",".join(self._left_out)
         try:
             self._process = subprocess.Popen(
-                [self._python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), self._path, *self._preload],
+                [self._python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), self._path, *modules],
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -77,12 +87,13 @@ class ForkServer:
         finally:
             theirs.close()
         peer = f"the fork server (pid {self._process.pid})"
-        inbox = Inbox(peer, lambda said: read(said, Made | Forked), Complaints())
+        inbox = Inbox(peer, lambda said: read(said, Importing | Made | Forked), Complaints())
         self._ready = False
         self._link = Connection(ours, self._selector, inbox, self._hear)
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
+        self._heard_mono_s = mono_s()
         self._wanted += tuple(forks)
         self._ask(forks or self._wanted)
 
@@ -98,12 +109,25 @@ class ForkServer:
     def _ask(self, forks: Sequence[Fork]) -> None:
         if self._ready and forks:
             assert self._link is not None
-            self._link.tell(to_message(Forks(forks)))
+            self._link.tell(to_message(Forks([*map(as_text, forks)])))
 
-    def _hear(self, said: Made | Forked | None) -> None:
+    def look(self) -> float | None:
+        """In how many seconds to look again whether it does what it was asked to; None: it has done all."""
+        if not self._wanted:
+            return None
+        left_s = HUNG_S - (mono_s() - self._heard_mono_s) if self._ready else HUNG_S
+        if left_s <= 0 and self._process is not None:
+            _log.warning("the fork server (pid %d) has not answered for %g s, and is killed", self.pid, HUNG_S)
+            kill_group(self.pid)
+        return max(left_s, LOOK_S)
+
+    def _hear(self, said: Importing | Made | Forked | None) -> None:
+        self._heard_mono_s = mono_s()
         match said:
+            case Importing(module):
+                self._importing = module
             case Made(problem, module, seconds):
-                self._ready = not problem
+                self._ready, self._importing = not problem, ""
                 for name, took_s in seconds.items():
                     _log.info("%s was imported in %.1f s", name, took_s)
                 if problem:
@@ -124,6 +148,7 @@ class ForkServer:
             return self.failed(problem)
         _log.warning("%s cannot be preloaded, and is left to the script: %s", module, problem)
         self._preload.remove(module)
+        self._left_out.append(module)
         self._start_again()
 
     def _is_gone(self) -> None:
@@ -131,6 +156,9 @@ class ForkServer:
             return
         kill_group(self._process.pid)  # it may have closed its socket alone
         code = self._process.wait()
+        module, self._importing = self._importing, ""
+        if module:
+            return self._is_spoilt(f"the process ends with {code}", module)
         self._ready, self._deaths = False, self._deaths + 1
         if self._deaths >= DEATHS_MAX:
             return self.failed(f"the fork server has ended {self._deaths} times before it has served, with {code}")

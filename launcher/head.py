@@ -174,8 +174,8 @@ class Head:
                 self._recovery.died(rank, code, now_s, how, raised)
             case Gone(rank) if self.core.place(rank) is Place.RUNNING:
                 self._recovery.died(rank, UNKNOWN_CODE, now_s)
-            case Begun(rank, step, inexact):
-                self._recovery.begun(rank, step, now_s, inexact)
+            case Begun(rank, step, inexact, _, imports):
+                self._recovery.begun(rank, step, now_s, inexact, dict(imports))
             case Updated(rank):
                 if (line := self._recovery.updated(rank, now_s)) is not None:
                     _tell_in_time(line, self._record)

@@ -39,8 +39,8 @@ from lastwords.launcher.events import (
 from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.orphans import children, end_orphans
-from lastwords.launcher.processes import RankProcess, Seat, ended_badly, kill_group
+from lastwords.launcher.orphans import children, end_group, end_orphans
+from lastwords.launcher.processes import RankProcess, Seat, ended_badly
 from lastwords.launcher.protocol import (
     OWN,
     ControllerAnswer,
@@ -294,8 +294,13 @@ class Host:
                 error_file.unlink()
         if self._program.python:
             self._forking = more, order.step
-            return self._forks.fork([self._fork(rank, seat, more, order.step) for rank, seat in self.seats.items()])
+            self._forks.fork([self._fork(rank, seat, more, order.step) for rank, seat in self.seats.items()])
+            return self._look_at_forks()
         self._spawn_all(more, order.step)
+
+    def _look_at_forks(self) -> None:
+        if (again_s := self._forks.look()) is not None:
+            self._later.append((mono_s() + again_s, self._look_at_forks))
 
     def _spawn_all(self, more: Mapping[str, str], step: int) -> None:
         environment = {**more, LAUNCHER: f"{step} {self._server.getsockname()}"}
@@ -365,7 +370,7 @@ class Host:
             if ended_badly(process.pid):
                 # Not collected yet, so the number of its process group is still its own. A loader's worker of a rank
                 # that died while it started it would wait for ever: torch asks for its parent a moment too late.
-                kill_group(process.pid)
+                end_group(process.pid)
             self._accept()
             code = process.wait()
             self._standby.ended(rank)

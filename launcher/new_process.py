@@ -17,6 +17,7 @@ import tempfile
 import threading
 import traceback
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy
@@ -26,6 +27,7 @@ import torch
 
 from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError
 from lastwords.launcher.fork_messages import Fork
+from lastwords.launcher.import_times import ImportTimes
 from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
 from lastwords.liveness.parents import die_with_parent
 from lastwords.optim_wrapper.launch import reporter
@@ -35,17 +37,30 @@ from lastwords.processor.departure import flush, say
 
 _log = logging.getLogger(__name__)
 
+READ_AT_IMPORT = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_")
+"""Beginnings of variables that libraries read as they are loaded, which they are before a script's first line."""
+
 ERROR_CHARS_MAX = 1000
 """Of an exception that a launcher hears of."""
 
 
-def run(one: Fork) -> NoReturn:
-    """Everything that the rank does. Ends by SystemExit, with which the interpreter ends as it would by itself."""
+def run(one: Fork, left_out: Sequence[str] = ()) -> NoReturn:
+    """Everything that the rank does. Ends by SystemExit, with which the interpreter ends as it would by itself.
+
+    left_out: modules that cannot be preloaded.
+    """
     _become(one)
     if one.address:
         protect.use_address(one.address)
-    reporter.use(reporter.Reporter(one.report, one.rank, one.step))
+    times = ImportTimes(left_out)
+
+    def begun() -> Mapping[str, float]:
+        _say_too_late(one)
+        return times.end()
+
+    reporter.use(reporter.Reporter(one.report, one.rank, one.step, begun))
     _tell_apart(one)
+    times.begin()
     try:
         _execute(one)
     except SystemExit as error:
@@ -106,7 +121,20 @@ def _become(one: Fork) -> None:
 
 def _tell_apart(one: Fork) -> None:
     """In `ps` and the like."""
-    setproctitle.setproctitle(f"{' '.join(one.argv)} [lastwords rank {one.rank}]")
+    argv = os.fsencode(" ".join(one.argv)).decode(errors="replace")
+    setproctitle.setproctitle(f"{argv} [lastwords rank {one.rank}]")
+
+
+def _say_too_late(one: Fork) -> None:
+    """Which variables of the environment the script has set in vain."""
+    names = [name for name, value in os.environ.items() if one.environment.get(name) != value]
+    late = ", ".join(sorted(name for name in names if name.startswith(READ_AT_IMPORT)))
+    if late and os.environ.get("LOCAL_RANK", "0") == "0":
+        _log.warning(
+            "the script sets %s, which has no effect: torch is loaded before a rank begins; set it where lastwords run "
+            "is started",
+            late,
+        )
 
 
 # ---------------------------------------------------------------------- the script
@@ -120,14 +148,16 @@ def _execute(one: Fork) -> None:
     _keep.append(sys.modules["__main__"])  # what runs now
     sys.modules["__main__"] = main
     if one.is_module:
-        sys.path.insert(0, os.getcwd())
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what the interpreter itself calls
         return
     if pkgutil.get_importer(target) is not None:  # a directory or an archive
         sys.path.insert(0, target)
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
-    sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     target = os.path.join(os.getcwd(), target.removeprefix("./"))
     loader: Any = importlib.machinery.SourceFileLoader("__main__", target)
     if target.endswith(".pyc"):

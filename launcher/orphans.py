@@ -17,11 +17,26 @@ def end_orphans(sessions: Collection[int], kept: Collection[int]) -> Iterator[tu
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 continue
+            if _is_tracker(pid):  # it ends by itself, and removes what those have left that are ended here
+                continue
             if os.getsid(pid) in sessions:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             elif not _is_controller(pid):
                 yield pid, Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+
+
+def end_group(group: int) -> None:
+    """Kills the processes of this group."""
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.getpgid(int(name)) == group and not _is_tracker(int(name)):
+                os.kill(int(name), signal.SIGKILL)
+
+
+def _is_tracker(pid: int) -> bool:
+    """Multiprocessing's, of named semaphores and shared memory."""
+    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _is_controller(pid: int) -> bool:

@@ -27,8 +27,9 @@ class RankProcess:
         """`returncode`, once it has ended, which collects it."""
         with self._lock:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                with contextlib.suppress(ChildProcessError):  # for a moment it is that of whoever has forked it
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout_s: float | None = None) -> int:
@@ -41,8 +42,7 @@ class RankProcess:
                 ended.poll(None if timeout_s is None else timeout_s * 1000)
             finally:
                 os.close(pidfd)
-        code = self.poll()
-        if code is None:
+        if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
         return code
 

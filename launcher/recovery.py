@@ -3,14 +3,15 @@
 A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
 
     {"outcome": "RECOVERED", "entry", "step", "began_mono_s", "died_mono_s",
-     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "inexact"?}, ...],
-     "generation"?, "incident"?}
+     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "inexact"?, "imports"?}, ...],
+     "generation"?, "incident"?, "trained"?}
 
 entry: number of the generation that goes on. generation, incident: those of the newest of the controllers' lines
 about this failure, where there is one: ranks may die in a recovery, too. began_mono_s: when the generation before
 began. died_mono_s: the first sign that it is over. Events: died (a process has ended by itself; the controller often
 knows before; raised: the exception that has left its script), left (a survivor leaves), entered (all processes are
-started anew), begun (the loop of a rank; inexact: why it may differ from one that was never interrupted), updated.
+started anew), begun (the loop of a rank; inexact: why it may differ from one that was never interrupted; imports: in
+the first recovery of a job, modules that could be preloaded, with seconds), updated. trained: steps had been done.
 Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
@@ -35,7 +36,11 @@ SAVED, NOT_SAVED = ExitKind.SAVED.name, ExitKind.NOT_SAVED.name
 
 _STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}
-NOTHING_MORE: Mapping[str, str] = {}
+NOTHING_MORE: Mapping[str, Any] = {}
+NO_IMPORTS: Mapping[str, float] = {}
+
+IMPORTS_S = 0.2
+"""From where on it is worth a word how long imports have taken."""
 
 
 @dataclass
@@ -50,6 +55,9 @@ class Recovery:
     _entered_s: float = 0.0
     _late: set[int] = field(default_factory=set)
     """Those that have not updated in this generation."""
+    _told_of_imports: bool = False
+    _trained: bool = False
+    """Steps have been done since the newest recovery, or the job's start."""
 
     def died(self, rank: int, code: int, now_s: float, how: str = "", raised: str = "") -> None:
         """A process has ended by itself. code, how, raised: as of `events.Ended`."""
@@ -69,15 +77,22 @@ class Recovery:
         else:
             self._began_s = now_s
 
-    def begun(self, rank: int, step: int, now_s: float, inexact: str = "") -> None:
-        """The loop of `rank` begins after `step`. inexact: as of `events.Begun`."""
-        if self._events:
-            self._step = max(self._step, step)
-            self._note("begun", rank, now_s, {"inexact": inexact} if inexact else {})
+    def begun(
+        self, rank: int, step: int, now_s: float, inexact: str = "", imports: Mapping[str, float] = NO_IMPORTS
+    ) -> None:
+        """The loop of `rank` begins after `step`. inexact, imports: as of `events.Begun`."""
+        if not self._events:
+            return
+        self._step = max(self._step, step)
+        more: dict[str, Any] = {"inexact": inexact} if inexact else {}
+        if imports and not self._told_of_imports:
+            more["imports"] = {**imports}
+        self._note("begun", rank, now_s, more)
 
     def updated(self, rank: int, now_s: float) -> str | None:
         """`rank` has ended its first step in this generation. The line of JSON, if it is the last one to do so."""
         if not self._events:
+            self._trained = True
             return None
         self._note("updated", rank, now_s)
         self._late.discard(rank)
@@ -91,12 +106,14 @@ class Recovery:
                 "began_mono_s": round(self._began_s, 6),
                 "died_mono_s": min(one["mono_s"] for one in self._events),
                 "events": self._events,
+                **({"trained": True} if self._trained else {}),
             }
         )
-        self._events, self._step, self._began_s = [], 0, self._entered_s
+        self._told_of_imports = self._told_of_imports or _imports(self._events) != ""
+        self._events, self._step, self._began_s, self._trained = [], 0, self._entered_s, True
         return line
 
-    def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, str] = NOTHING_MORE) -> None:
+    def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, Any] = NOTHING_MORE) -> None:
         self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank, **more})
 
 
@@ -130,8 +147,16 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
             dead.setdefault(one["rank"], how)
     who = ", ".join(f"rank {rank} died ({how})" for rank, how in dead.items())
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
-    inexact = _inexact(record["events"])
-    return f"{who}: {', '.join(found)}; {_saved(record['step'], incident, exact=not inexact)}{inexact}"
+    inexact, imports = _inexact(record["events"]), _imports(record["events"])
+    saved = _saved(record["step"], incident, exact=not inexact)
+    if incident is None and record.get("trained") and dead.keys() >= {*_ranks(record["events"])}:
+        lost = f"STEPS AFTER {record['step']}" if record["step"] else "ALL STEPS"
+        saved = f"NOT SAVED: {lost} ARE LOST, {saved}"
+    return f"{who}: {', '.join(found)}{imports}; {saved}{inexact}"
+
+
+def _ranks(events: Iterable[Mapping[str, Any]]) -> Iterable[int]:
+    return (one["rank"] for one in events if "rank" in one)
 
 
 def _inexact(events: Iterable[Mapping[str, Any]]) -> str:
@@ -142,6 +167,17 @@ def _inexact(events: Iterable[Mapping[str, Any]]) -> str:
         return ""
     where = "" if len(ranks) == len(why) else f" on {ranks_text(ranks)}"
     return f"; the resume is not exact{where}: {why[ranks[0]]}"
+
+
+def _imports(events: Iterable[Mapping[str, Any]]) -> str:
+    """How much of it were imports, on the rank where they took longest, and what saves them; "" where it was little."""
+    of_rank: dict[int, dict[str, float]] = {
+        one["rank"]: one.get("imports", {}) for one in events if one["what"] == "begun"
+    }
+    longest = max(of_rank.values(), key=lambda imports: sum(imports.values()), default={})
+    if sum(longest.values()) < IMPORTS_S:
+        return ""
+    return f" ({sum(longest.values()):.1f} s of it were imports: --preload {','.join(longest)} saves them)"
 
 
 def _saved(step: int, incident: Mapping[str, Any] | None, *, exact: bool) -> str:

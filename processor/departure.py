@@ -19,9 +19,9 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lastwords import threads
 from lastwords.errors import ConfigError, UnavailableError
@@ -43,7 +43,7 @@ UNWIND_S = 5.0
 writing files."""
 
 
-_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+_BUFFERED = (io.TextIOBase, io.BufferedIOBase)
 """The first ones write into the others."""
 
 USERS_S = 1.0
@@ -392,12 +392,34 @@ def _bytes_written() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+_opened: list[Any] = []
+"""Files that this process has from the one that it is a fork of."""
+
+_frozen = 0
+"""How many objects that one has set aside from garbage collection, where nobody finds them."""
+
+
+def begin(opened: Sequence[Any]) -> None:
+    """This process is a fork, of one that has opened these files."""
+    global _frozen
+    _opened[:], _frozen = opened, gc.get_freeze_count()
+
+
 def _flush_files() -> None:
     """Whatever the script has opened and not closed, as at the end of the interpreter."""
-    found = [one for one in gc.get_objects() if type(one) in _BUFFERED]
-    for one in sorted(found, key=lambda one: _BUFFERED.index(type(one))):
-        with contextlib.suppress(OSError, ValueError):
-            one.flush()
+    if gc.get_freeze_count() > _frozen:
+        gc.unfreeze()
+    found = [one for one in (*_opened, *gc.get_objects()) if issubclass(type(one), io.IOBase)]
+    for kind in _BUFFERED:
+        for one in found:
+            if issubclass(type(one), kind):
+                with contextlib.suppress(Exception):  # outermost for a class of the user's own
+                    one.close() if _ends_only_closed(one) else one.flush()
+
+
+def _ends_only_closed(file: Any) -> bool:
+    """Whether the file is damaged before: what is compressed has an end."""
+    return any(kind.__name__ in ("GzipFile", "BZ2File", "LZMAFile") for kind in type(file).__mro__)
 
 
 def _end_from_c_after(seconds: float) -> None:

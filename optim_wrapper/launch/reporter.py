@@ -11,13 +11,13 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lastwords.errors import ConfigError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"
@@ -29,11 +29,13 @@ ANSWER_S = 60.0
 
 class Reporter:
     """Of one process. path: the launcher's Unix socket, to which the first word connects. step: the newest one that was
-    saved when this process was started; 0: none. Any thread; what cannot be said, since the launcher has ended, is not.
+    saved when this process was started; 0: none. imports: what has taken long to import since then, in seconds. Any
+    thread; what cannot be said, since the launcher has ended, is not.
     """
 
-    def __init__(self, path: str, rank: int, step: int = 0) -> None:
+    def __init__(self, path: str, rank: int, step: int = 0, imports: Callable[[], Mapping[str, float]] = dict) -> None:
         self._path, self._rank = path, rank
+        self._imports = imports
         self.goes_on_at = step
         """Where the training loop has to go on; a loop that comes after that begins anywhere."""
         self._link: socket.socket | None = None
@@ -51,7 +53,7 @@ class Reporter:
     def begun(self, step: int, inexact: str, *, resumes: bool) -> None:
         """The training loop begins after `step`. inexact: why it may differ from one that was never interrupted."""
         self.goes_on_at = 0
-        self._say("Begun", step=step, inexact=inexact, resumes=resumes)
+        self._say("Begun", step=step, inexact=inexact, resumes=resumes, imports=[*self._imports().items()])
 
     def updated(self) -> None:
         """Its first step is over."""

@@ -1,7 +1,7 @@
 """What a loader iterates over, as far as it is there to be seen: which samples, in a digest.
 
-Two draws of one split have the same length, and nothing else tells them apart. Code of the user's own is not run: it
-may draw random numbers, or count its calls.
+Two draws of one split have the same length, and nothing else tells them apart. Of a data set of the user's own these
+are the sequences and tensors in its attributes. Its code is not run: it may draw random numbers, or count its calls.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from lastwords.optim_wrapper.state.object_walk import is_users, own_of
+
 SAMPLES = 64
 """Of what has more, so many at equal distances are looked at; of which samples a subset has, all."""
 
 _DEPTH_MAX = 8
+_ATOMS = (int, float, bool, str, bytes, range)
 
 
 def data_digest(loader: Any) -> str:
@@ -56,8 +59,12 @@ def _seen(data: Any, depth: int) -> Iterator[bytes]:
     elif kind is np.ndarray and data.dtype != object and data.ndim:
         yield repr((data.shape, data.dtype)).encode()
         yield data[:: _distance(len(data))].tobytes()
-    elif kind in (int, float, bool, str, bytes, range):
+    elif kind in _ATOMS:
         yield repr(data).encode()
+    elif is_users(kind) and isinstance(own := own_of(data), dict):
+        for one in (own[name] for name in sorted(own)):
+            if type(one) not in _ATOMS:  # such as when it was made
+                yield from _seen(one, depth - 1)
 
 
 def _of_indices(indices: Any) -> bytes:

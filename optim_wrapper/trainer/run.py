@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint.reason import first_of
+from lastwords.checkpoint.reason import Reason, first_of
 from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
@@ -68,6 +68,8 @@ class Run:
         """What it was resumed from."""
         self.resumes = False
         """The script has called `resume()`, or asked whether it should."""
+        self._reasons: tuple[Reason, ...] = ()
+        """Why a resume is not exact, as far as was known after `resume()`."""
         self._missing: list[str] = []
         """Of a resumed loop of one's own: what only the loop can have made."""
         self._unnamed_since: Resumed | None = None
@@ -114,6 +116,7 @@ class Run:
         self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
         self._missing = self.recorder.attributes.put_where_it_is(resumed.at_step.values)
         self.recorder.ledger.tell(*resumed.reasons)
+        self._reasons = self.recorder.ledger.reasons
 
     def begin(self, steps: Steps, loader: object, *, known_length: bool) -> None:
         """The first batch of `steps` is asked for: what is drawn until then belongs to no step."""
@@ -122,7 +125,7 @@ class Run:
         self.recorder.attributes.know(loader)
         same = self.recorder.loop.iterates_over(data_digest(loader))
         if resumed is not None and resumed.data.world_size == self.world.size and not same:
-            self.recorder.ledger.tell(OTHER_DATA)
+            self._not_exact(OTHER_DATA)
         self._open_box()
         self.recorder.begin(
             self.start_step,
@@ -134,6 +137,10 @@ class Run:
             steps_per_epoch=steps.steps_per_epoch if known_length else 0,
         )
         self._open_loop(*((steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)))
+
+    def _not_exact(self, *reasons: str) -> None:
+        for why in self.recorder.ledger.tell(*reasons):
+            _log.warning("lastwords: not exact, because %s", why)
 
     def ensure_begun(self) -> None:
         """A loop of the user's own begins with its first optimizer step or step_end."""
@@ -210,8 +217,7 @@ class Run:
         """A loop of the user's own begins a step here: the streams are put back, or the copies taken once more."""
         resumed, self._not_begun = self._not_begun, None
         if resumed is not None and resumed.regions and not self.begun:
-            for why in self.recorder.ledger.tell(*own_loop.moved_too_early(self.recorder.moved_since())):
-                _log.warning("lastwords: not exact, because %s", why)
+            self._not_exact(*own_loop.moved_too_early(self.recorder.moved_since()))
             generators = resumed.at_step.before_the_loop._replace(values={})
             self.recorder.put_back(resumed.regions, generators, last=False)
         self._says_begin, ended, self._ended = True, self._ended, False
@@ -332,7 +338,8 @@ class ProtectedRun(Run):
         self._on_first_end = launcher = reporter()
         if launcher is not None:
             self._refuse_to_begin_before(launcher.goes_on_at)
-            inexact = "" if self.resumed is None else first_of(self.resumed.reasons)
+            since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]
+            inexact = "" if self.resumed is None else first_of([*self.resumed.reasons, *since])
             launcher.begun(self.start_step, inexact, resumes=self.resumes)
 
     def _spoil(self, why: str) -> None:

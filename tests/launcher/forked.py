@@ -62,9 +62,9 @@ class Forks:
 
     @classmethod
     @contextlib.contextmanager
-    def anywhere(cls) -> Iterator[Self]:
+    def anywhere(cls, preload: Sequence[str] = ()) -> Iterator[Self]:
         """Where paths of sockets are short enough."""
-        with tempfile.TemporaryDirectory(dir="/tmp") as directory, cls(Path(directory)) as forks:
+        with tempfile.TemporaryDirectory(dir="/tmp") as directory, cls(Path(directory), preload=preload) as forks:
             yield forks
 
     def __enter__(self) -> Self:
@@ -89,6 +89,12 @@ class Forks:
     def _made(self, pids: Mapping[int, int], problem: str) -> None:
         assert not problem
         self.processes += map(RankProcess, pids.values())
+
+    def ready(self) -> None:
+        """Wait until it has imported all."""
+        while not self.server._ready:
+            assert not self.failures, self.failures
+            self.turn()
 
     def turn(self) -> None:
         """Hear the fork server once."""

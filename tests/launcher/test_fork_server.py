@@ -6,6 +6,7 @@ import os
 import selectors
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,14 +15,14 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.errors import FormatError
 from lastwords.launcher import fork_server, forks
-from lastwords.launcher.fork_messages import Forked, Made
+from lastwords.launcher.fork_messages import Fork, Forked, Made
 from lastwords.launcher.forks import DEATHS_MAX, ForkServer
 from lastwords.launcher.protocol import read
 from tests import golden
 from tests.integration.faults import is_gone
 from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
-from tests.launcher.forked import environment
+from tests.launcher.forked import Forks, environment
 from tests.launcher.test_heal import SCRIPT, STEPS, check_equal, pids, run
 from tests.launcher.test_launcher_ends import until
 
@@ -47,8 +48,15 @@ SPOILING = {
     "goes_on_without": "import os\ntry:\n    rank = os.environ['RANK']\nexcept Exception:\n    rank = 0",
     "raises": "raise ValueError('no samples')",
     "exits": "import sys\nsys.exit(3)",
+    "ends": "import os\nos._exit(7)",
+    "seeds": "import random\nrandom.seed(1)",
+    "goes_away": "import os\nos.chdir('/')",
+    "asks_how_often": "import os\nagain = os.environ.get('TORCHELASTIC_RESTART_COUNT')",
     "absent": None,
     "has_a_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[100], daemon=True).start()",
+    "has_a_named_thread": "import threading, time\nnamed = threading.Event()\ndef run():\n"
+    "    __import__('pathlib').Path('/proc/thread-self/comm').write_text('cleaner')\n    named.set()\n"
+    "    time.sleep(100)\nthreading.Thread(target=run, daemon=True).start()\nnamed.wait()",
     "has_a_process": "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\n"
     "open(__file__ + '.child', 'w').write(str(child.pid))",
     "has_a_group": "import sys\nsys.modules['torch.distributed'].made = True",
@@ -125,6 +133,68 @@ def test_a_fork_server_that_has_a_thread_of_its_own_makes_no_ranks(
     assert not (tmp_path / "tidy.py.imports").exists()
 
 
+def test_what_a_preloaded_module_sets_and_opens_is_each_forks_and_what_it_draws_is_not() -> None:
+    modules = {
+        "sets": "import os\nos.environ['SET_BY_A_MODULE'] = 'yes'",
+        "rolls": "import random\ndice = random.Random()",
+        "writes": "file = open(__file__ + '.rows', 'w')",
+    }
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        for name, text in modules.items():
+            Path(directory, f"{name}.py").write_text(text)
+        script = Path(directory, "script.py")
+        script.write_text(
+            "import os, sys, writes\nwrites.file.write('1')\n"
+            "print(os.environ.get('SET_BY_A_MODULE'), 'rolls' in sys.modules)\n"
+            "from lastwords.processor import departure\ndeparture._flush_files()\nos._exit(0)"
+        )
+        with Forks(Path(directory), preload=[*modules]) as forks:
+            assert forks.run(str(script)).out.split() == ["yes", "False"]
+        assert Path(directory, "writes.py.rows").read_text() == "1"
+
+
+def test_a_fork_server_that_is_stopped_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    with Forks.anywhere() as served:
+        served.ready()
+        os.kill(served.server.pid, signal.SIGSTOP)
+        fork = Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)
+        served.server.fork([fork])
+        assert served.server.look() is not None
+        assert not caplog.messages
+        monkeypatch.setattr(forks, "HUNG_S", 0.0)
+        old = served.server.pid
+        served.server.look()
+        while not served.processes:
+            served.turn()
+        assert served.server.look() is None
+        assert served.processes[0].wait(60) == 0
+        golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "of another release"])
+def test_a_module_that_keeps_the_rank_where_it_is_known_has_that_of_each_fork(
+    known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = "torchmetrics.utilities.prints"
+    keeper = "rank_zero_only" if known else "only_on_rank_0"
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        path = Path(directory, f"{module.replace('.', '/')}.py")
+        path.parent.mkdir(parents=True)
+        path.write_text(f"import os\ndef {keeper}(): pass\n{keeper}.rank = int(os.environ.get('LOCAL_RANK', 0))\n")
+        script = Path(directory, "script.py")
+        script.write_text(
+            f"import sys\nprint({module!r} in sys.modules)\nfrom {module} import {keeper} as one\nprint(one.rank)"
+        )
+        with Forks(Path(directory), preload=[module]) as forks:
+            for rank in ("3", "0"):
+                assert forks.run(str(script), LOCAL_RANK=rank).out.split() == [str(known), rank]
+    golden.says("\n".join(caplog.messages))
+
+
 @pytest.mark.parametrize(
     "said", [{}, {"kind": "Spoilt"}, {"kind": "Forked", "pids": {"0": "x"}, "problem": ""}], ids=str
 )
@@ -185,6 +255,7 @@ def test_ranks_train_whatever_becomes_of_the_fork_server_and_of_the_launcher(clu
         assert count(tidy) == 1
 
         server = fork_server_of(launcher)
+        assert server
         os.kill(server, signal.SIGKILL)
         until(lambda: fork_server_of(launcher) not in (server, 0), "another fork server")
         assert until_all_train(tmp_path, 1) == first
@@ -197,6 +268,7 @@ def test_ranks_train_whatever_becomes_of_the_fork_server_and_of_the_launcher(clu
         assert count(tidy) == 2, "once for each fork server"
 
         server = fork_server_of(launcher)
+        assert server
         os.kill(launcher, signal.SIGKILL)
         until(lambda: is_gone(server), "the fork server ends")
         assert until_all_train(tmp_path, 2) == second

@@ -86,6 +86,9 @@ class Forks:
     def fork(self, forks: Sequence[Fork]) -> None:
         self.asked.append(forks)
 
+    def look(self) -> None:
+        """It has done all."""
+
     def end(self) -> None:
         self.ended = True
 

@@ -161,6 +161,40 @@ def test_a_program_ends_as_a_process_of_its_own(forks: Forks, tmp_path: Path, en
         assert ends[0][-1] == "1,2"
 
 
+def test_names_that_are_no_unicode_are_passed_on(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nprint(ascii([sys.argv[1:], os.environ['ODD']]))")
+    odd = os.fsdecode(b"a\xffb")
+    done = forks.run(str(script), odd, ODD=odd)
+    assert done == forks.plain(str(script), odd, ODD=odd)
+    assert done.code == 0
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_settings_that_come_too_late_are_named_by_one_rank(forks: Forks, tmp_path: Path, rank: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nos.environ.update(OMP_NUM_THREADS='3', ATEN_CPU_CAPABILITY='default', OMP_PLACES='cores')\n"
+        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', resumes=True)"
+    )
+    done = forks.run(str(script), LOCAL_RANK=rank, OMP_PLACES="cores")
+    assert done.code == 0
+    assert ("ATEN_CPU_CAPABILITY, OMP_NUM_THREADS" in done.err) is (rank == "0")
+    if rank == "0":
+        golden.says(done.err)
+
+
+def test_a_safe_search_path_stays_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    (tmp_path / "beside.py").touch()
+    script = tmp_path / "train.py"
+    script.write_text("import lastwords\nprint(lastwords.__name__)\nimport beside")
+    with Forks.anywhere() as safe:
+        done = safe.run(str(script))
+        assert done == safe.plain(str(script))
+        assert (done.code, done.out) == (1, "lastwords\n")
+
+
 def test_the_traceback_of_a_module_is_that_of_python(forks: Forks) -> None:
     (forks.directory / "a_module_that_fails.py").write_text("raise ValueError('too small')")
     for module in ("a_module_that_fails", "a_module_that_is_not_there"):

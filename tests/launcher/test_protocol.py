@@ -63,7 +63,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (2, "eaf76162e4fd4fc6")
+FORM = (3, "bf878327abee1a7a")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -98,7 +98,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
     "said",
     [
         Hello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
-        Begun(RANK, 1, "late", resumes=False), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
+        Begun(RANK, 1, "late", False, (("x", 0.5),)), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
         ControllerWanted(["{}"], {"A": "b"}, "log", 5), Raised("ValueError: x", lasting=False), Done(),
     ],
@@ -284,8 +284,8 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
         {},
         {"kind": "Lost", "why": ""},
         {"kind": ["Begun"]},
-        {"kind": "Begun", "step": "x", "inexact": "", "resumes": True},
-        {"kind": "Begun", "step": 0, "inexact": ""},
+        {"kind": "Begun", "step": "x", "inexact": "", "resumes": True, "imports": []},
+        {"kind": "Begun", "step": 0, "inexact": "", "imports": []},
         {"kind": "Enter", "generation": 1, "port": 1},
         {"kind": "x" * 1000},
     ],

@@ -88,6 +88,18 @@ def test_a_rank_that_dies_before_all_train_again_belongs_to_the_same_recovery() 
     assert "rank 1 died (SIGKILL), rank 2 died (SIGKILL)" in sentence(json.dumps(record), None)
 
 
+@pytest.mark.parametrize("step", [31, 0])
+def test_where_all_die_at_once_it_says_that_steps_are_lost_and_not_where_none_was_done(step: int) -> None:
+    recovery = training()
+    for _ in range(2):
+        for rank in range(3):
+            recovery.died(rank, KILLED, 20.0)
+        record = again(recovery)
+        golden.says(sentence(json.dumps({**record, "step": step}), None))
+        recovery = Recovery((0, 1, 2))
+        recovery.entered(0, 10.0)
+
+
 def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_those_that_follow() -> None:
     recovery = training()
     recovery.died(1, KILLED, 20.0)
@@ -107,6 +119,24 @@ def test_where_the_resume_is_not_exact_the_sentence_does_not_say_that_nothing_is
         recovery.begun(rank, 31, 20.2, "the saved run had another torch (and 1 more)" if rank in ranks else "")
     line = json.dumps(again(recovery))
     golden.says(sentence(line, {"known_mono_s": 20.0, "events": []} if saved else None))
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [[{}, {"pandas": 0.3}, {"transformers": 1.4, "datasets": 0.5}], [{"pandas": 0.1}] * 3, [{}] * 3],
+    ids=["long", "short", "none"],
+)
+def test_imports_that_took_long_are_in_the_sentence_of_the_first_recovery_alone(
+    imports: list[dict[str, float]],
+) -> None:
+    recovery, said = training(), []
+    for entry in (1, 2):
+        recovery.died(1, KILLED, 20.0)
+        recovery.entered(entry, 20.1)
+        for rank in range(3):
+            recovery.begun(rank, 31, 23.0, imports=imports[rank])
+        said.append(sentence(json.dumps(again(recovery)), None))
+    golden.says("\n".join(said))
 
 
 class Told(reporter.Reporter):

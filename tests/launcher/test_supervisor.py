@@ -200,7 +200,7 @@ def test_a_rank_that_is_told_to_end_while_it_is_forked_ends_and_nobody_else(
 ) -> None:
     """Until then there is no process of it, whose number is 0: that of a whole process group."""
     kill, signals = os.kill, list[tuple[int, int]]()
-    forks: Any = SimpleNamespace(pid=1, fork=lambda _: None)
+    forks: Any = SimpleNamespace(pid=1, fork=lambda _: None, look=lambda: None)
     seat = Seat(sys.executable, ("-u", "train.py"), {})
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
         server.bind(str(short_path / "agent"))

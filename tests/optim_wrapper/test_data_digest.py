@@ -30,7 +30,16 @@ def split(seed: int) -> Any:
     return random_split(range(100), [80, 20], generator=torch.Generator().manual_seed(seed))[0]  # type: ignore[arg-type]
 
 
+class Shuffled(Dataset[Any]):
+    """Draws which samples it has, when it is made."""
+
+    def __init__(self, seed: int) -> None:
+        self.number = seed
+        self.files = torch.randperm(9, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 PAIRS = {
+    "a data set that has drawn": (lambda: Shuffled(1), lambda: Shuffled(2)),
     "a split": (lambda: split(1), lambda: split(2)),
     "a split of what is not looked at": (lambda: Subset(Drawing(), [0, 1]), lambda: Subset(Drawing(), [1, 0])),
     "tensors": (lambda: TensorDataset(torch.arange(9.0)), lambda: TensorDataset(torch.arange(9.0).flip(0))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
@@ -219,7 +220,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
 # ---------------------------------------------------------------------- what the user has not closed
 
 OPENED = """
-import io
+import gc, gzip, io
 def text(path):
     return open(path, "w")
 def binary(path):
@@ -232,6 +233,16 @@ def in_a_cycle(path):
     found = [open(path, "w")]
     found.append(found)
     return found[0]
+def frozen(path):
+    file = open(path, "w")
+    gc.freeze()
+    return file
+class Log(io.TextIOWrapper):
+    pass
+def of_a_class(path):
+    return Log(open(path, "wb"))
+def compressed(path):
+    return gzip.open(path, "at")
 """
 UNCLOSED = """
 file = {opened}({path!r})
@@ -252,9 +263,16 @@ def written(tmp_path: Path, opened: str, before: str = "", way: str = NOW) -> by
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("opened", ["text", "binary", "read_and_written", "wrapped", "in_a_cycle"])
+@pytest.mark.parametrize(
+    "opened", ["text", "binary", "read_and_written", "wrapped", "in_a_cycle", "frozen", "of_a_class"]
+)
 def test_what_was_written_to_a_file_and_not_flushed_is_there_at_the_end(tmp_path: Path, opened: str) -> None:
     assert written(tmp_path, opened) == b"words"
+
+
+def test_a_compressed_file_can_be_appended_to(tmp_path: Path) -> None:
+    for times in (1, 2):
+        assert gzip.decompress(written(tmp_path, "compressed")) == b"words" * times
 
 
 @pytest.mark.parametrize(
