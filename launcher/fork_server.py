@@ -89,7 +89,6 @@ def serve() -> None:
             from lastwords.launcher import new_process
 
             one = dataclasses.replace(one, environment={**one.environment, **set_here})
-            departure.begin(opened)
             set_rank(one.environment)
             if one.rank < 0:
                 new_process.control(one)
@@ -171,17 +170,15 @@ def _preloaded(path: str, modules: Sequence[str], link: socket.socket) -> Made:
         seconds[name] = mono_s() - begun_s
     sys.path.remove(path)
     set_here.update({name: value for name, value in os.environ.items() if before.get(name) != value})
-    opened.extend(one for one in gc.get_objects() if issubclass(type(one), io.IOBase) and not one.closed)
+    opened = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase) and not one.closed]
     gc.collect()
     gc.freeze()
+    departure.begin(opened)
     return Made("", "", seconds)
 
 
 set_here: dict[str, str] = {}
 """Variables of the environment that preloaded modules have set."""
-
-opened: list[Any] = []
-"""Files that were open when ranks could be forked."""
 
 
 def _generators(modules: Collection[str]) -> list[str]:

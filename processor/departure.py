@@ -395,19 +395,29 @@ def _bytes_written() -> tuple[int, int]:
 _opened: list[Any] = []
 """Files that this process has from the one that it is a fork of."""
 
-_frozen = 0
-"""How many objects that one has set aside from garbage collection, where nobody finds them."""
+_froze: Callable[[], object] = gc.get_freeze_count
+"""Whether this process has set objects aside from garbage collection, where nobody finds them."""
 
 
 def begin(opened: Sequence[Any]) -> None:
-    """This process is a fork, of one that has opened these files."""
-    global _frozen
-    _opened[:], _frozen = opened, gc.get_freeze_count()
+    """This process and its forks have these files from now on, and what was set aside is not looked at.
+
+    There are so many objects that to count them takes as long as to fork.
+    """
+    global _froze
+    freeze, noted = gc.freeze, threading.Event()
+    _opened[:], _froze = opened, noted.is_set
+
+    def noting() -> None:
+        noted.set()
+        freeze()
+
+    gc.freeze = noting
 
 
 def _flush_files() -> None:
     """Whatever the script has opened and not closed, as at the end of the interpreter."""
-    if gc.get_freeze_count() > _frozen:
+    if _froze():
         gc.unfreeze()
     found = [one for one in (*_opened, *gc.get_objects()) if issubclass(type(one), io.IOBase)]
     for kind in _BUFFERED:
