@@ -49,6 +49,9 @@ class Done:
 class Forks:
     """A fork server, and what its forks say to their launcher. In `directory` there may be modules, too."""
 
+    alive = 0
+    """Of these, in this process, which is the parent of the forks of all."""
+
     def __init__(self, directory: Path, python: str = sys.executable, preload: Sequence[str] = ()) -> None:
         self.directory, self.count = directory, 0
         self.selector = selectors.DefaultSelector()
@@ -68,6 +71,7 @@ class Forks:
             yield forks
 
     def __enter__(self) -> Self:
+        Forks.alive += 1
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._listener.bind(str(self.directory / "agent"))
         self._listener.listen()
@@ -84,7 +88,8 @@ class Forks:
                 process.wait()
         self.selector.close()
         self._listener.close()
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
+        Forks.alive -= 1
+        prctl(PR_SET_CHILD_SUBREAPER, int(Forks.alive > 0))
 
     def _made(self, pids: Mapping[int, int], problem: str) -> None:
         assert not problem
