@@ -339,6 +339,7 @@ def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
             return one
         os.close(known)
         send(link, to_message(Forked({str(one.rank): pid})))
-        os.write(known_by, b".")
+        with contextlib.suppress(BrokenPipeError):  # the launcher has ended it already
+            os.write(known_by, b".")
         os.close(known_by)
     os._exit(0)
