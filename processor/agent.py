@@ -391,7 +391,9 @@ class Agent:
         """The training thread sits in the user's code or in a collective; it gets a moment to come by by itself."""
         with self._condition:
             come_by_s = ways_out.come_by_s(self._departure.verdict, asked_to_stop=self._core.asked_to_stop)
-            if ways_out.wait_out(lambda s: self._condition.wait_for(lambda: self._in_our_hands > 0, s), come_by_s):
+            asleep_s = ways_out.ASLEEP_S if self._departure.healed else 0.0
+            wait_for = self._condition.wait_for
+            if ways_out.wait_out(lambda s: wait_for(lambda: self._in_our_hands > 0, s), come_by_s, asleep_s):
                 return True
         if not self._core.steps_done:
             return False

@@ -59,6 +59,10 @@ COME_BY_S = 0.5
 """How long the training thread may take to come by after an incident before the process is ended without it. By then
 the checkpoint is published, so this costs nothing but time; a rank in a dead collective never comes."""
 
+ASLEEP_S = 0.1
+"""The same where a launcher waits for this process's end, and all of its threads sleep: none writes a file of the
+user's."""
+
 WRITES_QUIET_S = 5.0
 """Whoever writes the user's files is not ended until so long after the last sign of it."""
 
@@ -368,19 +372,35 @@ class Departure:
         return True
 
 
-def wait_out(wait: Callable[[float | None], bool], seconds: float | None) -> bool:
+def wait_out(wait: Callable[[float | None], bool], seconds: float | None, asleep_s: float = 0.0) -> bool:
     """Wait for `wait(seconds)` to become True, and longer as long as this process seems to write the user's files.
 
     That is: the main thread writes anything, or the whole process a lot. What is written through a memory map is not
     seen. Nothing of ours writes by then; whoever hangs in a collective does not either. False if it was in vain.
+
+    asleep_s: only for so long, if not 0, where all other threads sleep before and after it.
     """
     before = _bytes_written()
+    if asleep_s and not _awake():
+        if wait(asleep_s):
+            return True
+        if not _awake() and _bytes_written()[0] == before[0]:
+            return False
     while not wait(seconds):
         written = _bytes_written()
         if written[0] == before[0] and written[1] < before[1] + WRITES_BYTES_MIN:
             return False
         before, seconds = written, WRITES_QUIET_S
     return True
+
+
+def _awake() -> bool:
+    """Whether any thread but this one runs or waits for a disk."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", "rb") as file:
+            if int(thread) != threading.get_native_id() and file.read().rpartition(b") ")[2][:1] in b"RD":
+                return True
+    return False
 
 
 def _bytes_written() -> tuple[int, int]:

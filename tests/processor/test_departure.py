@@ -376,7 +376,7 @@ def paced(wait):
         done.acquire()
         return wait(0.0)
     return until_a_piece_is_done
-ways_out.wait_out = lambda wait, seconds: wait_out(paced(wait), seconds)
+ways_out.wait_out = lambda wait, seconds, asleep_s=0.0: wait_out(paced(wait), seconds)
 def export():
     global over
     with open({path!r}, "wb", buffering=0) as file:
@@ -433,6 +433,27 @@ def test_a_process_that_writes_the_users_files_is_not_ended_meanwhile(
         code, _ = run(WRITES.format(path=str(path), work=work) + course.format(export=export))
         assert code == 75
         assert path.read_bytes().endswith(b"whole") is whole
+
+
+@pytest.mark.parametrize(
+    ("works", "asleep_s", "waits"),
+    [("acquire()", 0.1, [0.1]), ("acquire()", 0.0, [0.5]), ("acquire(False)", 0.1, [0.5])],
+    ids=["sleeps", "sleeps, where nobody waits for its end", "computes"],
+)
+def test_where_a_launcher_waits_and_all_threads_sleep_nobody_comes_by(
+    works: str, asleep_s: float, waits: list[float]
+) -> None:
+    _, errors = run(
+        "lock = threading.Lock()\nlock.acquire()\n"
+        "def look():\n"
+        f"    while ways_out._awake() is {works == 'acquire()'}: pass\n"
+        "    waits = []\n"
+        f"    ways_out.wait_out(waits.append, 0.5, {asleep_s})\n"
+        "    print(waits, file=sys.stderr)\n"
+        "    lock.release()\n"
+        f"threading.Thread(target=look).start()\nwhile not lock.{works}: pass"
+    )
+    assert errors.splitlines()[-1] == str(waits)
 
 
 @pytest.mark.parametrize("healed", [True, False])
