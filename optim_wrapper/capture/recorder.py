@@ -217,19 +217,21 @@ class StepRecorder:
         at_start: Saved = NOTHING,
         at_step: Saved = NOTHING,
         steps_per_epoch: int | None = None,
+        beyond: bool = True,
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
 
         position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
         at_start, at_step: what the loader had at the epoch's start, and at the step's end.
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
+        beyond: as for `Attributes.look`.
         """
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
         self._extras_now = self.extras.first()
         self._local_now = self.local_extras.first()  # a loader may draw numbers for that
         self.tensors.look()
         self.buffers.look()
-        self.attributes.begin()
+        self.attributes.begin(beyond=beyond)
         self._know_constants()
         self.watch.look()
         self._make_room()
@@ -237,11 +239,11 @@ class StepRecorder:
             self.local_extras.reopen_loaders()
         as_constructed = self.attributes.now(at_step.values)
         if epoch_start and position is not None and self._box is not None:
-            self.attributes.restore(at_start)
+            self.attributes.restore(at_start, looked=True)
             self.rng.restore(epoch_start)
             self._box.epoch_start(position.epoch, b"{%s}" % self.attributes.document()[1:])
         if step_regions:
-            self.attributes.restore(at_step)
+            self.attributes.restore(at_step, looked=True)
             self.rng.restore(step_regions)
         self._keep(step, position, self.ends_epoch(position))
         as_constructed()  # what had not moved by the epoch's start is as the constructors left it

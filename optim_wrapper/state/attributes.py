@@ -180,8 +180,8 @@ class Attributes:
             found = self._marks(Walk({LOADER: self._roots.get(LOADER)}, {}, self.ledger.forgets))
         return found
 
-    def begin(self) -> None:
-        """The loop begins: what there is now has not moved."""
+    def begin(self, *, beyond: bool = True) -> None:
+        """The loop begins: what there is now has not moved. beyond: as for `look`."""
         with self._guarded():
             self._thread = threading.get_ident()
             self._variables = {
@@ -189,7 +189,7 @@ class Attributes:
             }
             self._walk = self._new_walk()
             self._first = self._marks(self._walk)
-            self.generators.begin(self._walk)
+            self.generators.begin(self._walk, beyond=beyond)
             self._plan()
             if self._walk.ended_at:
                 _log.info("attributes behind %s are not looked at: there are too many objects", self._walk.ended_at)
@@ -407,10 +407,14 @@ class Attributes:
         self.ledger.tell(*self.put({path: keys for path, keys in variables.items() if path in there}))
         return sorted(f"{path}.{key}" for path, keys in variables.items() if path not in there for key in keys)
 
-    def restore(self, saved: Saved) -> list[str]:
-        """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage."""
-        reasons = self.put(saved.values)
-        self.generators.look(self._walk)
+    def restore(self, saved: Saved, *, looked: bool = False) -> list[str]:
+        """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage.
+
+        looked: directly after `begin`, or another `restore`.
+        """
+        reasons = self.put(saved.values) if saved.values or not looked else []
+        if saved.values or not looked:
+            self.generators.look(self._walk)
         return [*reasons, *self.generators.restore(saved.generators)]
 
     def put(self, saved: SavedAttributes) -> list[str]:

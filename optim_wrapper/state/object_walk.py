@@ -700,7 +700,12 @@ def fill(one: Any, content: Any) -> None:
 
 def has(kind: type[Any], *names: str) -> bool:
     """Whether a class has one of these, whatever its metaclass does when it is asked."""
-    return any(name in vars(owner) for owner in kind.__mro__ for name in names)
+    for owner in kind.__mro__:
+        own = vars(owner)
+        for name in names:
+            if name in own:
+                return True
+    return False
 
 
 def is_users(kind: type[Any]) -> bool:

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 _FRAMES_MAX = 32
@@ -44,17 +45,24 @@ def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _judged: dict[str, bool] = {}
-"""Names of modules, and whether these are the user's."""
+"""Names of modules, whether these are the user's, in the order of `sys.modules`."""
 
 
 @functools.lru_cache(maxsize=1)
 def _user_names(count: int, newest: str) -> list[str]:
-    """Of modules, once for as long as no other one is imported: there are thousands, which takes milliseconds."""
-    modules = [(name, one) for name, one in [*sys.modules.items()] if isinstance(one, types.ModuleType)]
-    for name, one in modules:
-        if name not in _judged:
-            _judged[name] = is_of_the_user(vars(one))
-    return [name for name, _ in modules if _judged[name]]
+    """Of modules, once for as long as no other one is imported.
+
+    There are thousands. Those that were judged before are not touched: in a fork that would copy them, one by one.
+    """
+    last = next(reversed(_judged), "")
+    new = [*takewhile(lambda name: name != last, reversed(sys.modules))]
+    if len(new) == len(sys.modules):  # the last one that was judged is gone
+        _judged.clear()
+    for name in reversed(new):
+        _judged.pop(name, None)
+        if isinstance(module := sys.modules.get(name), types.ModuleType):
+            _judged[name] = is_of_the_user(vars(module))
+    return [name for name, users in _judged.items() if users]
 
 
 def named_modules(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
