@@ -1,15 +1,18 @@
 """From `kill -9` to the next update on every rank: `lastwords run`, and torchrun that is started again at once.
 
-    python bench/heal.py [--n 50] [--torchrun 5] [--width 1100] [--ranks 4] [--seed 1] [--json FILE]
+    python bench/heal.py [--n 50] [--torchrun 5] [--width 1100 | --rows N] [--ranks 4] [--seed 1] [--json FILE]
 
 4 ranks, gloo, DDP; random ranks are killed at random instants in one job, one after the other, with some seconds
 between. The defaults make 29 MB of state. Processor time is that of a rank from its first line to its first update.
+With --rows, the model is an embedding with sparse gradients: much state and short steps, 512 bytes of state for each
+row. A plain write with fsync, a plain read and a copy of as many bytes stand beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import random
 import shutil
@@ -19,8 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,6 +35,9 @@ BUDGET_S = (0.5, 0.8)
 """Median and 99th percentile, kill to all updated."""
 
 BUDGET_CPU_S = 0.1
+DIMENSIONS = 64
+"""Of the embedding's rows."""
+
 RECOVERY_TIMEOUT_S = 120.0
 PAUSE_S = 2.0
 """Between two kills: until the controller of the next generation is ready."""
@@ -43,24 +52,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--torchrun", type=int, default=5, help="kills under torchrun")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1100, help="of the model's two square layers")
+    parser.add_argument("--rows", type=int, default=0, help="of an embedding in place of these layers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.train is not None:
-        train(options.train, options.width)
+        train(options.train, options.width, options.rows)
         return 0
     figures: dict[str, Any] = {}
     for launcher, kills in (("lastwords run", options.n), ("torchrun", options.torchrun)):
         if kills:
-            figures[launcher] = measure(launcher, kills, options.ranks, options.width, options.seed)
+            size = ["--rows", str(options.rows)] if options.rows else ["--width", str(options.width)]
+            figures[launcher] = measure(launcher, kills, options.ranks, size, options.seed)
     report(figures)
+    if options.rows:
+        figures["plain"] = plain(options.rows * DIMENSIONS * 8)
+        print(", ".join(f"{what} {seconds:.2f} s" for what, seconds in figures["plain"].items()))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def train(directory: Path, width: int) -> None:
+def train(directory: Path, width: int, rows: int) -> None:
     """One rank, until the file `stop` is there."""
     import torch
     import torch.distributed as dist
@@ -71,11 +85,18 @@ def train(directory: Path, width: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    plain = torch.optim.AdamW(model.parameters(), 1e-3)
-    batch = torch.randn(4, width)
-    with lastwords.protect(directory / "checkpoints", model=model, optimizer=plain) as tft:
+    inner: torch.optim.Optimizer
+    if rows:
+        table = torch.nn.Embedding.from_pretrained(torch.zeros(rows, DIMENSIONS), freeze=False, sparse=True)
+        model = DistributedDataParallel(torch.nn.Sequential(table, torch.nn.Linear(DIMENSIONS, 1)), init_sync=False)
+        inner = torch.optim.Adagrad(model.parameters(), 1e-3)
+        batch = torch.randint(0, rows, (64,))
+    else:
+        layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)]
+        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        inner = torch.optim.AdamW(model.parameters(), 1e-3)
+        batch = torch.randn(4, width)
+    with lastwords.protect(directory / "checkpoints", model=model, optimizer=inner) as tft:
         point = tft.resume(missing_ok=True)
         first = step = 0 if point is None else point.global_step
         while not stop(directory):
@@ -102,14 +123,14 @@ def stop(directory: Path) -> bool:
     return bool(answer)
 
 
-def measure(launcher: str, kills: int, ranks: int, width: int, seed: int) -> list[dict[str, float]]:
+def measure(launcher: str, kills: int, ranks: int, size: list[str], seed: int) -> list[dict[str, float]]:
     """Seconds from each kill to what follows it, and processor seconds of a rank."""
     draw = random.Random(seed)
     directory = Path(tempfile.mkdtemp(prefix="bench-heal-"))
     ours = launcher == "lastwords run"
     command = [sys.executable, "-m", *(["lastwords.cli", "run"] if ours else ["torch.distributed.run"])]
     command += ["--standalone", "--nproc-per-node", str(ranks), __file__]
-    command += ["--train", str(directory), "--width", str(width)]
+    command += ["--train", str(directory), *size]
 
     def started() -> subprocess.Popen[bytes]:
         with (directory / "log").open("ab") as log:
@@ -143,6 +164,29 @@ def measure(launcher: str, kills: int, ranks: int, width: int, seed: int) -> lis
         job.wait()
     shutil.rmtree(directory)
     return found
+
+
+def plain(nbytes: int) -> dict[str, float]:
+    """Seconds to write so many bytes past the page cache with one fsync, to read them, and to copy them in memory."""
+    block, found = mmap.mmap(-1, 64 << 20), {}
+    block.write(os.urandom(len(block)))
+    with tempfile.NamedTemporaryFile(prefix="bench-heal-") as file:
+
+        def timed(what: str, flags: int, work: Callable[[int], object]) -> None:
+            begun_s = time.perf_counter()
+            descriptor = os.open(file.name, flags | os.O_DIRECT)
+            for _ in range(nbytes // len(block)):
+                work(descriptor)
+            os.fsync(descriptor)
+            os.close(descriptor)
+            found[what] = time.perf_counter() - begun_s
+
+        timed("write", os.O_WRONLY, lambda to: os.write(to, block))
+        timed("read", os.O_RDONLY, lambda source: os.readv(source, [block]))
+    source, target = np.ones(nbytes // 8), np.zeros(nbytes // 8)
+    begun_s = time.perf_counter()
+    np.copyto(target, source)
+    return {**found, "copy": time.perf_counter() - begun_s}
 
 
 def stepped(directory: Path) -> list[dict[str, Any]]:

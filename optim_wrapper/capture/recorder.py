@@ -217,21 +217,19 @@ class StepRecorder:
         at_start: Saved = NOTHING,
         at_step: Saved = NOTHING,
         steps_per_epoch: int | None = None,
-        beyond: bool = True,
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
 
         position: what the loop calls `step`, None if it has no name; with `epoch_start`, the epoch that those are of.
         at_start, at_step: what the loader had at the epoch's start, and at the step's end.
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
-        beyond: as for `Attributes.look`.
         """
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
         self._extras_now = self.extras.first()
         self._local_now = self.local_extras.first()  # a loader may draw numbers for that
         self.tensors.look()
         self.buffers.look()
-        self.attributes.begin(beyond=beyond)
+        self.attributes.begin()
         self._know_constants()
         self.watch.look()
         self._make_room()

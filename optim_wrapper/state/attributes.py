@@ -180,8 +180,8 @@ class Attributes:
             found = self._marks(Walk({LOADER: self._roots.get(LOADER)}, {}, self.ledger.forgets))
         return found
 
-    def begin(self, *, beyond: bool = True) -> None:
-        """The loop begins: what there is now has not moved. beyond: as for `look`."""
+    def begin(self) -> None:
+        """The loop begins: what there is now has not moved."""
         with self._guarded():
             self._thread = threading.get_ident()
             self._variables = {
@@ -189,7 +189,7 @@ class Attributes:
             }
             self._walk = self._new_walk()
             self._first = self._marks(self._walk)
-            self.generators.begin(self._walk, beyond=beyond)
+            self.generators.begin(self._walk)
             self._plan()
             if self._walk.ended_at:
                 _log.info("attributes behind %s are not looked at: there are too many objects", self._walk.ended_at)

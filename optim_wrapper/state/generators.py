@@ -95,10 +95,10 @@ class Generators:
         """Their paths."""
         return [*self._leaves]
 
-    def begin(self, walk: Walk, *, beyond: bool = True) -> None:
-        """The loop begins: what there is now has been here at the end of a step, as it were. beyond: as for `look`."""
+    def begin(self, walk: Walk) -> None:
+        """The loop begins: what there is now has been here at the end of a step, as it were."""
         self._begun, self._leaves = False, {}
-        self.look(walk, beyond=beyond)
+        self.look(walk)
         self._begun = True
 
     def look(self, walk: Walk, *, beyond: bool = True) -> None:

@@ -277,7 +277,7 @@ class ProtectedRun(Run):
             self._open_box()
             buckets.share(world.store, next_prefix())
             recorder.ledger.tell(*buckets.reasons)
-            recorder.begin(0, None, beyond=False)  # no step is saved before the first look
+            recorder.begin(0, None)
             gate = self._layout.gate
             self._step = ProtectedStep(
                 recorder, buckets, self.protection, gate, optimizers, self.ensure_begun, self.fail
