@@ -1,11 +1,12 @@
 """From `kill -9` to the next update on every rank: `lastwords run`, and torchrun that is started again at once.
 
-    python bench/heal.py [--n 50] [--torchrun 5] [--width 1100 | --rows N] [--ranks 4] [--seed 1] [--json FILE]
+    python bench/heal.py [--n 50] [--torchrun 5] [--width 1100 | --rows N] [--ranks 4] [--device cuda] [--json FILE]
 
 4 ranks, gloo, DDP; random ranks are killed at random instants in one job, one after the other, with some seconds
 between. The defaults make 29 MB of state. Processor time is that of a rank from its first line to its first update.
 With --rows, the model is an embedding with sparse gradients: much state and short steps, 512 bytes of state for each
-row. A plain write with fsync, a plain read and a copy of as many bytes stand beside it.
+row. A plain write with fsync, a plain read and a copy of as many bytes stand beside it. On a GPU, all ranks are on the
+first one, over NCCL.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1100, help="of the model's two square layers")
     parser.add_argument("--rows", type=int, default=0, help="of an embedding in place of these layers")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.train is not None:
-        train(options.train, options.width, options.rows)
+        train(options.train, options.width, options.rows, options.device)
         return 0
     figures: dict[str, Any] = {}
     for launcher, kills in (("lastwords run", options.n), ("torchrun", options.torchrun)):
         if kills:
-            size = ["--rows", str(options.rows)] if options.rows else ["--width", str(options.width)]
-            figures[launcher] = measure(launcher, kills, options.ranks, size, options.seed)
+            flags = ["--width", str(options.width), "--rows", str(options.rows), "--device", options.device]
+            figures[launcher] = measure(launcher, kills, options.ranks, flags, options.seed)
     report(figures)
     if options.rows:
         figures["plain"] = plain(options.rows * DIMENSIONS * 8)
@@ -74,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(directory: Path, width: int, rows: int) -> None:
+def train(directory: Path, width: int, rows: int, device: str) -> None:
     """One rank, until the file `stop` is there."""
     import torch
     import torch.distributed as dist
@@ -83,23 +85,28 @@ def train(directory: Path, width: int, rows: int) -> None:
     import lastwords
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        from tests.integration.gpu import set_up
+
+        set_up(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     torch.manual_seed(0)
     inner: torch.optim.Optimizer
     if rows:
         table = torch.nn.Embedding.from_pretrained(torch.zeros(rows, DIMENSIONS), freeze=False, sparse=True)
-        model = DistributedDataParallel(torch.nn.Sequential(table, torch.nn.Linear(DIMENSIONS, 1)), init_sync=False)
+        whole = torch.nn.Sequential(table, torch.nn.Linear(DIMENSIONS, 1)).to(device)
+        model = DistributedDataParallel(whole, init_sync=False)
         inner = torch.optim.Adagrad(model.parameters(), 1e-3)
-        batch = torch.randint(0, rows, (64,))
+        batch = torch.randint(0, rows, (64,)).to(device)
     else:
         layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)]
-        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
         inner = torch.optim.AdamW(model.parameters(), 1e-3)
-        batch = torch.randn(4, width)
+        batch = torch.randn(4, width).to(device)
     with lastwords.protect(directory / "checkpoints", model=model, optimizer=inner) as tft:
         point = tft.resume(missing_ok=True)
         first = step = 0 if point is None else point.global_step
-        while not stop(directory):
+        while not stop(directory, device):
             step += 1
             tft.optimizer.zero_grad()
             model(batch).square().mean().backward()
@@ -113,24 +120,24 @@ def train(directory: Path, width: int, rows: int) -> None:
                 temporary.rename(directory / f"stepped_{rank}")
 
 
-def stop(directory: Path) -> bool:
+def stop(directory: Path, device: str) -> bool:
     """The same answer on all ranks."""
     import torch
     import torch.distributed as dist
 
-    answer = torch.tensor([(directory / "stop").exists()], dtype=torch.int32)
+    answer = torch.tensor([(directory / "stop").exists()], dtype=torch.int32, device=device)
     dist.broadcast(answer, 0)
     return bool(answer)
 
 
-def measure(launcher: str, kills: int, ranks: int, size: list[str], seed: int) -> list[dict[str, float]]:
+def measure(launcher: str, kills: int, ranks: int, flags: list[str], seed: int) -> list[dict[str, float]]:
     """Seconds from each kill to what follows it, and processor seconds of a rank."""
     draw = random.Random(seed)
     directory = Path(tempfile.mkdtemp(prefix="bench-heal-"))
     ours = launcher == "lastwords run"
     command = [sys.executable, "-m", *(["lastwords.cli", "run"] if ours else ["torch.distributed.run"])]
     command += ["--standalone", "--nproc-per-node", str(ranks), __file__]
-    command += ["--train", str(directory), *size]
+    command += ["--train", str(directory), *flags]
 
     def started() -> subprocess.Popen[bytes]:
         with (directory / "log").open("ab") as log:
@@ -183,7 +190,7 @@ def plain(nbytes: int) -> dict[str, float]:
 
         timed("write", os.O_WRONLY, lambda to: os.write(to, block))
         timed("read", os.O_RDONLY, lambda source: os.readv(source, [block]))
-    source, target = np.ones(nbytes // 8), np.zeros(nbytes // 8)
+    source, target = np.ones(nbytes // 8), np.ones(nbytes // 8)
     begun_s = time.perf_counter()
     np.copyto(target, source)
     return {**found, "copy": time.perf_counter() - begun_s}
