@@ -22,7 +22,7 @@
 #   make verdicts  runs the zoo and freezes what comes of it in tests/zoo/verdicts.json: review the difference
 #   make mutants   one-line mutants of eleven files, and whether the nearest tests notice: make mutants SEED=1 N=25 WORKERS=2; without SEED, that of the last commit
 #   make bench     measures the budgets, beside the machine's own limits
-#   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover and lastwords in turn: make bench-peers N=20; 75 minutes
+#   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover, lm-resiliency and lastwords in turn: N=20; 90 minutes
 #   make bench-month  simulates a month with failures: last words beside periodic checkpoints; seconds
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built

@@ -110,12 +110,18 @@ def dlrover(flags: Sequence[str] = (), *arguments: str) -> list[Command]:
     return [Command(master, {}, serves=True), Command(launcher, environment)]
 
 
+def lm_resiliency(*arguments: str) -> list[Command]:
+    """The manager, which starts torchrun with lm-resiliency's rendezvous."""
+    return [Command([sys.executable, *module("lm_resiliency_ddp", "--manage", *arguments)], {})]
+
+
 PLAIN = System("plain DDP", "torchrun, no checkpoints", lambda: torchrun(*module("torchrun_dcp", "--every", "0")))
 """Nobody is killed in it: step times are compared with it."""
 
 LASTWORDS_FILES = "checkpoints/tft_saved_checkpoints-step_*/manifest.json"
-TORCHFT_TUNED = "time-out 5 s; lighthouse: joining 1 s, heartbeat 1 s; DDP hook mended"
+TORCHFT_TUNED = "time-out 5 s; lighthouse: joining 1 s, heartbeat 1 s"
 NVRX_TUNED = "intervals 0.1 s, time-outs 2 to 10 s, stores in a process of their own; DCP every 10 steps"
+LM_RESILIENCY_FILES = "checkpoints/**/step-*/rank-*.pt"
 DLROVER_FILES = "checkpoints/*/*.pt"
 DCP_FILES = "checkpoints/*/.metadata"
 
@@ -153,5 +159,12 @@ SYSTEMS = (
         "to memory every step, --save_at_breakpoint",
         lambda: dlrover(["--save_at_breakpoint"], "--every", "1"),
         DLROVER_FILES,
+    ),
+    System("lm-resiliency", "to memory every 10 steps", lm_resiliency, LM_RESILIENCY_FILES),
+    System(
+        "lm-resiliency, tuned",
+        "to memory every 5 steps; rendezvous: polling 20 ms, heartbeat 1 s",
+        lambda: lm_resiliency("--every", "5", "--tuned"),
+        LM_RESILIENCY_FILES,
     ),
 )
