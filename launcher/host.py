@@ -48,6 +48,7 @@ from lastwords.launcher.protocol import (
     Dismissed,
     FromRank,
     Hello,
+    Loaded,
     Raised,
     difference,
     read,
@@ -106,7 +107,7 @@ SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
 
-CHANGED = "{} has been changed since the job was started, and a job does not go on with another version of its script"
+CHANGED = "{} has been changed since it was loaded, and a job does not go on with another version of its program"
 
 
 def rank_server(backlog: int) -> socket.socket:
@@ -172,7 +173,7 @@ class Host:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
         self._saved_step, self._record = 0, ""
-        self._script = _Script(seats, program)
+        self._files = _Files(seats, program)
         self._sessions: set[int] = set()
         self._before = {*children()}
         """Processes that this one had before it had any rank: of a shell, say, that has become this launcher."""
@@ -275,7 +276,7 @@ class Host:
     # ------------------------------------------------------------------ a generation
 
     def _enter(self, order: Enter) -> None:
-        if (changed := self._script.changed) is not None:
+        if (changed := self._files.changed) is not None:
             return self._report(Lost(CHANGED.format(changed)))
         self._clear_up()
         self.failures.clear()
@@ -448,6 +449,8 @@ class Host:
                 pass
             case Raised():
                 self._raised[who.rank] = report
+            case Loaded(files):
+                self._files.add(files)
             case ControllerWanted():
                 self._fork_controller(link, report)
             case _:
@@ -499,25 +502,41 @@ class _Who:
     rank = OWN
 
 
-class _Script:
-    """The file that all ranks run, where it is one."""
+class _Files:
+    """What the program consists of: the script from the start on, the rest since a rank has told of it."""
 
     def __init__(self, seats: Mapping[int, Seat], program: Program) -> None:
-        first = next(iter(seats.values()))
-        is_file = program.python and not program.is_module
-        self._path = Path(str(first.args[1])) if is_file else None
-        self._digest = self._look()
+        args = next(iter(seats.values())).args
+        self._script = str(args[1]) if program.python and not program.is_module else ""
+        self._known: dict[str, tuple[object, bytes]] = {}
+        self.add([self._script])
 
-    def _look(self) -> bytes:
-        try:
-            return b"" if self._path is None else hashlib.sha256(self._path.read_bytes()).digest()
-        except OSError:  # the ranks will say so
-            return b""
+    def add(self, paths: Sequence[str]) -> None:
+        """Each counts as it is when it is added first."""
+        for path in {*paths} - {*self._known}:
+            with contextlib.suppress(OSError):  # of none that can be read: the ranks will say so
+                self._known[path] = _stamp(path), _digest(path)
 
     @property
-    def changed(self) -> Path | None:
-        """The file, if it is another one than at the start."""
-        return self._path if self._look() != self._digest else None
+    def changed(self) -> str | None:
+        """One that has other contents now. A module that is gone may have been made by a rank."""
+        for path, (stamp, digest) in self._known.items():
+            try:
+                if _stamp(path) != stamp and _digest(path) != digest:
+                    return path
+            except OSError:
+                if path == self._script:
+                    return path
+        return None
+
+
+def _stamp(path: str) -> object:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _digest(path: str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
 
 
 def _common(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:

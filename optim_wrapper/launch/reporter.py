@@ -17,7 +17,7 @@ from typing import Any
 
 from lastwords.errors import ConfigError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"
@@ -49,6 +49,10 @@ class Reporter:
     def guarded(self, path: Path | None) -> None:
         """A controller looks after it, which keeps its state in `path`, if it is on this host."""
         self._say("Guarded", path="" if path is None else str(path))
+
+    def loaded(self, files: Sequence[str]) -> None:
+        """The training loop is about to begin. files: paths of what the program consists of."""
+        self._say("Loaded", files=[*files])
 
     def begun(self, step: int, inexact: str, *, resumes: bool) -> None:
         """The training loop begins after `step`. inexact: why it may differ from one that was never interrupted."""

@@ -48,10 +48,10 @@ def last_line(said: str) -> str:
 
 
 @contextlib.contextmanager
-def started(directory: Path, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(directory: Path, arguments: list[str], **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher that writes to `log`, and is gone afterwards."""
     with (directory / "log").open("wb") as log:
-        launcher = subprocess.Popen(arguments, env=environment(), cwd=ROOT, stdout=log, stderr=log)
+        launcher = subprocess.Popen(arguments, env={**environment(), **env}, cwd=ROOT, stdout=log, stderr=log)
     try:
         yield launcher
     finally:
@@ -163,12 +163,17 @@ def test_a_launcher_that_has_no_descriptors_for_a_while_goes_on_once_it_has(tmp_
 
 
 @pytest.mark.thorough
-def test_a_script_that_was_edited_is_refused_by_name(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text((ROOT / "tests/launcher/healed_training.py").read_text())
-    with started(tmp_path, command(tmp_path, steps=100_000, script=(str(script),))) as launcher:
+@pytest.mark.parametrize("edited", ["train.py", "helper.py"])
+def test_a_program_that_was_edited_is_refused_by_name(tmp_path: Path, edited: str) -> None:
+    """A helper, too, and where a module is run."""
+    (tmp_path / "helper.py").write_text("RATE = 1\n")
+    text = (ROOT / "tests/launcher/healed_training.py").read_text()
+    (tmp_path / "train.py").write_text(text.replace("\nimport lastwords", "\nimport helper\nimport lastwords", 1))
+    script = (str(tmp_path / "train.py"),) if edited == "train.py" else ("-m", "train")
+    path = f"{environment()['PYTHONPATH']}:{tmp_path}"
+    with started(tmp_path, command(tmp_path, steps=100_000, script=script), PYTHONPATH=path) as launcher:
         until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
-        script.write_text(script.read_text() + "# another version")
+        (tmp_path / edited).write_text((tmp_path / edited).read_text() + "# another version")
         os.kill(pids(tmp_path, 1)[0], signal.SIGKILL)
         assert launcher.wait(200) != 0
     golden.says(last_line((tmp_path / "log").read_text()))
