@@ -39,7 +39,7 @@ from lastwords.launcher.events import (
 from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.orphans import children, end_group, end_orphans
+from lastwords.launcher.orphans import children, collect_orphans, end_group, end_orphans
 from lastwords.launcher.processes import RankProcess, Seat, ended_badly
 from lastwords.launcher.protocol import (
     OWN,
@@ -106,6 +106,9 @@ ABANDONED_S = 60.0
 SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
+
+COLLECT_S = 10.0
+"""Between two looks for orphans that have ended."""
 
 CHANGED = "{} has been changed since it was loaded, and a job does not go on with another version of its program"
 
@@ -180,6 +183,8 @@ class Host:
         self._tries = 0
         self._controllers: dict[int, Callable[[int | None], None]] = {}
         """Tells the ranks that have asked for one; by what it has in place of a rank."""
+        self._served: set[int] = set()
+        """Controllers of this generation: how one has ended is seen as long as nobody has collected it."""
         self._forking: tuple[Mapping[str, str], int] | None = None
         """What is the same in all forks of this generation, and the step that was saved."""
         self._selector = selector
@@ -199,6 +204,7 @@ class Host:
             self._try("no fork server can be started", self._forks.start)
         for rank in self.seats:
             self._report(Ready(rank))
+        self._collect_orphans()
 
     @property
     def due_in_s(self) -> float | None:
@@ -334,6 +340,7 @@ class Host:
         """Forks of the fork server; problem: why there are not more of them."""
         for rank, pid in pids.items():
             if rank in self._controllers:
+                self._served.add(pid)
                 self._controllers.pop(rank)(pid)
                 continue
             self.seats[rank].proc = RankProcess(pid)
@@ -353,11 +360,19 @@ class Host:
 
     def _clear_up(self) -> None:
         """What ranks of the generation before have left behind would meet those of the next one."""
-        ranks = {seat.proc.pid for seat in self.seats.values()}
-        kept = {*self._before, self._forks.pid, *ranks}
-        for pid, name in end_orphans(self._sessions, kept):
+        for pid, name in end_orphans(self._sessions, self._own):
             self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
         self._sessions.clear()
+        self._served.clear()
+
+    def _collect_orphans(self) -> None:
+        if self._forks.look() is None:  # else a fork may have ended that is not known yet
+            collect_orphans({*self._own, *self._served})
+        self._later.append((mono_s() + COLLECT_S, self._collect_orphans))
+
+    @property
+    def _own(self) -> set[int]:
+        return {*self._before, self._forks.pid, *(seat.proc.pid for seat in self.seats.values())}
 
     # ------------------------------------------------------------------ ranks
 

@@ -27,6 +27,7 @@ from tests.launcher.test_launcher_ends import until
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 RANKS = 2
+CONTAINER = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def command(directory: Path, *deaths: str, steps: int = STEPS, script: tuple[str, ...] = ("-m", SCRIPT)) -> list[str]:
@@ -179,3 +180,39 @@ def test_a_program_that_was_edited_is_refused_by_name(tmp_path: Path, edited: st
     golden.says(last_line((tmp_path / "log").read_text()))
     assert [len(pids(tmp_path, rank)) for rank in range(RANKS)] == [1, 1], "nobody trains with another version"
     assert load.latest(tmp_path / "ckpt") is not None
+
+
+def comes_inside() -> bool:
+    return subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.thorough
+def test_the_first_process_of_a_container_heals_and_collects_the_dead_of_others_and_saves_when_it_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    if not comes_inside():
+        pytest.skip("no container can be made here")
+    with started(tmp_path, [*CONTAINER, *command(tmp_path, "1:5:bwd", steps=100_000)]) as outside:
+        until(lambda: "training again" in (tmp_path / "log").read_text(), "it has healed")
+        launcher = pids_of_children(outside.pid)[0]
+        inside = ["nsenter", f"--target={launcher}", "--user", "--preserve-credentials", "--pid", "--mount"]
+        subprocess.run([*inside, "setsid", "sh", "-c", "sleep 2 &"], check=True)
+        until(lambda: "sleep" in names_of_children(launcher), "it has taken a stranger's child in")
+        until(lambda: "sleep" not in names_of_children(launcher), "which has ended and is collected")
+        os.kill(launcher, signal.SIGTERM)
+        assert outside.wait(60) == 1
+    assert re.search("ended by SIGTERM; step [0-9]+ was saved", last_line((tmp_path / "log").read_text()))
+    assert load.latest(tmp_path / "ckpt") is not None
+
+
+def pids_of_children(parent: int) -> list[int]:
+    return [pid for pid, (its, _) in processes().items() if its == parent]
+
+
+def names_of_children(parent: int) -> list[str]:
+    """Of those that have ended, too."""
+    found = []
+    for pid in pids_of_children(parent):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found
