@@ -21,6 +21,7 @@ from lastwords.launcher import crash_loop
 from tests import golden
 from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
+from tests.launcher.test_fork_server import fork_server_of
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, begun, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
 
@@ -160,6 +161,27 @@ def test_a_launcher_that_has_no_descriptors_for_a_while_goes_on_once_it_has(tmp_
         until(lambda: "tried again" in (tmp_path / "log").read_text(), "they are used up")
         resource.prlimit(launcher.pid, resource.RLIMIT_NOFILE, (fewest, most))
         assert launcher.wait(200) == 0, (tmp_path / "log").read_text()
+    check_equal(tmp_path, undisturbed, heals=1, ranks=RANKS)
+
+
+@pytest.mark.thorough
+def test_ranks_that_no_process_can_be_had_for_are_forked_once_it_can(tmp_path: Path, undisturbed: Path) -> None:
+    """As with `ulimit -u`, which does not hold for root."""
+    someone = () if os.getuid() else ("setpriv", "--reuid=12345", "--regid=12345", "--clear-groups")
+    reads_all = [f"--{caps}-caps=+dac_override" for caps in ("inh", "ambient")] if someone else []
+    if subprocess.run([*someone, *reads_all, sys.executable, "--version"], capture_output=True, check=False).returncode:
+        pytest.skip("nobody else can be had here")
+    with started(tmp_path, [*someone, *reads_all, *command(tmp_path)]) as launcher:
+        until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
+        limit = [*someone, "prlimit", f"--pid={fork_server_of(launcher.pid)}"]
+        subprocess.run([*limit, "--nproc=1:"], check=True)
+        os.kill(pids(tmp_path, 1)[0], signal.SIGKILL)
+        until(lambda: "tried again" in (tmp_path / "log").read_text(), "there are too many processes")
+        fewest, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        subprocess.run([*limit, f"--nproc={'unlimited' if fewest < 0 else fewest}:"], check=True)
+        assert launcher.wait(200) == 0, (tmp_path / "log").read_text()
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "tried again" in line]
+    golden.says(line)
     check_equal(tmp_path, undisturbed, heals=1, ranks=RANKS)
 
 
