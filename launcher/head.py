@@ -152,7 +152,12 @@ class Head:
                 number = self._first + entry
                 self._recovery.entered(number, mono_s())
                 # Each has a store of its own: in the one before it, ranks would find addresses of the dead.
-                self._store = _new_store(self._address)
+                try:
+                    self._store = _new_store(self._address)
+                except RuntimeError as error:
+                    return self.hear(
+                        Lost(f"no store for the ranks can be made on this host for {STORE_S:g} s: {error}")
+                    )
                 self._tell_all(Enter(number, self._store.port, step))
             case Stop() | Keep():
                 self._tell_all(effect)
