@@ -330,6 +330,7 @@ class Host:
         return Fork(
             rank, environment, argv, self._program.is_module, seat.stdout, seat.stderr, self._program.threads,
             self._server.getsockname(), step, self.address, os.getpid() if self._program.dies_with_launcher else 0,
+            seat.cpus,
         )  # fmt: skip
 
     def _spawn(self, rank: int, seat: Seat, more: dict[str, str]) -> None:
