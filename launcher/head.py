@@ -172,9 +172,9 @@ class Head:
 
     def _note(self, event: Event, now_s: float) -> None:
         match event:
-            case Left(rank, step, record):
+            case Left(rank, step, record, ended):
                 self._record = Path(record) if record else self._record
-                self._recovery.left(rank, step, now_s)
+                self._recovery.left(rank, step, now_s, ended)
             case Ended(rank, code, how, raised) if self.core.is_by_itself(event):
                 self._recovery.died(rank, code, now_s, how, raised)
             case Gone(rank) if self.core.place(rank) is Place.RUNNING:

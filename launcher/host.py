@@ -67,12 +67,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class HowLeft:
     """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them has
-    said to be saved, at any time; 0 if none. record: where the incidents of the job are noted.
+    said to be saved, at any time; 0 if none. record: where the incidents of the job are noted. ended: the newest step
+    that one of them had ended.
     """
 
     codes: Mapping[int, int | None]
     step: int
     record: Path | None
+    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class Host:
         self._standby = Standby()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
-        self._saved_step, self._record = 0, ""
+        self._saved_step, self._ended_step, self._record = 0, 0, ""
         self._files = _Files(seats, program)
         self._sessions: set[int] = set()
         self._before = {*children()}
@@ -238,7 +240,7 @@ class Host:
                 pass
             link.close()
         codes = {rank: seat.proc.returncode for rank, seat in self.seats.items() if seat.proc.pid}
-        return HowLeft(codes, self._saved_step, Path(self._record) if self._record else None)
+        return HowLeft(codes, self._saved_step, Path(self._record) if self._record else None, self._ended_step)
 
     def obey(self, effect: Effect) -> None:
         """An order of the head of the job."""
@@ -473,9 +475,10 @@ class Host:
                 match report:
                     case Guarded(rank, path) if path:
                         self._standby.controlled(rank, Path(path))
-                    case Left(rank, step, record):
+                    case Left(rank, step, record, ended):
                         self._left.add(self.seats[rank].proc.pid)
                         self._saved_step = max(self._saved_step, step)
+                        self._ended_step = max(self._ended_step, ended)
                         self._record = record or self._record
                 self._report(report)
 

@@ -67,12 +67,12 @@ class Reporter:
         """The training loop has come to its end by itself."""
         self._say("Over")
 
-    def left(self, step: int, record: Path | None) -> None:
+    def left(self, step: int, record: Path | None, ended: int = 0) -> None:
         """An incident is over, and ends this process. step: the newest one that is saved; 0: none that is known.
 
-        record: where the controller writes how each incident went.
+        record: where the controller writes how each incident went. ended: the newest step that this process has ended.
         """
-        self._say("Left", step=step, record=str(record or ""))
+        self._say("Left", step=step, record=str(record or ""), ended=ended)
 
     def raised(self, error: str, *, lasting: bool) -> None:
         """An exception leaves the script. lasting: each process after this one would meet it as well."""

@@ -64,7 +64,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (4, "5e190e9d03c76f0c")
+FORM = (4, "aa8cec166b35b2b9")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -169,7 +169,7 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.begun(7, "late", resumes=False), Begun(RANK, 7, "late", resumes=False)),
     (lambda one: one.updated(), Updated(RANK)),
     (lambda one: one.over(), Over(RANK)),
-    (lambda one: one.left(7, Path("/logs")), Left(RANK, 7, "/logs")),
+    (lambda one: one.left(7, Path("/logs"), 8), Left(RANK, 7, "/logs", 8)),
     (lambda one: one.left(0, None), Left(RANK)),
     (lambda one: one.raised("ValueError: x", lasting=True), Raised("ValueError: x", lasting=True)),
 ]
