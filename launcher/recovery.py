@@ -11,8 +11,8 @@ about this failure, where there is one: ranks may die in a recovery, too. began_
 began. died_mono_s: the first sign that it is over. Events: died (a process has ended by itself; the controller often
 knows before; raised: the exception that has left its script), left (a survivor leaves), entered (all processes are
 started anew), begun (the loop of a rank; inexact: why it may differ from one that was never interrupted; imports: in
-the first recovery of a job, modules that could be preloaded, with seconds), updated. trained: steps had been done. ended: the newest one
-that a survivor had. Instants are CLOCK_MONOTONIC, as the controller's are.
+the first recovery of a job, modules that could be preloaded, with seconds), updated. trained: steps had been done.
+ended: the newest one that a survivor had. Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
 from __future__ import annotations
