@@ -134,7 +134,7 @@ def end_text(left: HowLeft | None) -> str:
     lines: list[bytes] = []
     with contextlib.suppress(OSError, StorageError):
         lines = records(left.record) if left.record is not None else []
-    return last_sentence(left.codes, left.step, lines)
+    return last_sentence(left.codes, left.step, lines, left.ended)
 
 
 def _program(arguments: argparse.Namespace, config: LaunchConfig, command: str) -> Program:

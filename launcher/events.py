@@ -77,12 +77,14 @@ class Over:
 class Left:
     """`rank` is told to leave after an incident, and ends now.
 
-    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl.
+    step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl. ended:
+    the newest step that it has ended.
     """
 
     rank: int
     step: int = 0
     record: str = ""
+    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class Fork:
     stdout, stderr: paths of files that are appended to; "": those of the launcher. threads: of each pool. report: the
     launcher's socket, where the rank says what happens to it. step: that is saved, and from which it has to go on.
     address: of rank 0's host, "": as in the environment. dies_with: pid of a parent whose death is the rank's; 0: none.
+    cpus: on which alone it may run; none: as this process.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Fork:
     step: int
     address: str
     dies_with: int
+    cpus: Sequence[int] = ()
 
 
 def as_text(one: Fork) -> Fork:

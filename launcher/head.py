@@ -152,7 +152,12 @@ class Head:
                 number = self._first + entry
                 self._recovery.entered(number, mono_s())
                 # Each has a store of its own: in the one before it, ranks would find addresses of the dead.
-                self._store = _new_store(self._address)
+                try:
+                    self._store = _new_store(self._address)
+                except RuntimeError as error:
+                    return self.hear(
+                        Lost(f"no store for the ranks can be made on this host for {STORE_S:g} s: {error}")
+                    )
                 self._tell_all(Enter(number, self._store.port, step))
             case Stop() | Keep():
                 self._tell_all(effect)
@@ -167,9 +172,9 @@ class Head:
 
     def _note(self, event: Event, now_s: float) -> None:
         match event:
-            case Left(rank, step, record):
+            case Left(rank, step, record, ended):
                 self._record = Path(record) if record else self._record
-                self._recovery.left(rank, step, now_s)
+                self._recovery.left(rank, step, now_s, ended)
             case Ended(rank, code, how, raised) if self.core.is_by_itself(event):
                 self._recovery.died(rank, code, now_s, how, raised)
             case Gone(rank) if self.core.place(rank) is Place.RUNNING:

@@ -39,7 +39,7 @@ from lastwords.launcher.events import (
 from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.orphans import children, end_group, end_orphans
+from lastwords.launcher.orphans import children, collect_orphans, end_group, end_orphans
 from lastwords.launcher.processes import RankProcess, Seat, ended_badly
 from lastwords.launcher.protocol import (
     OWN,
@@ -48,6 +48,7 @@ from lastwords.launcher.protocol import (
     Dismissed,
     FromRank,
     Hello,
+    Loaded,
     Raised,
     difference,
     read,
@@ -66,12 +67,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class HowLeft:
     """How the ranks of a host have ended. codes: None of a process that has not. step: the newest that one of them has
-    said to be saved, at any time; 0 if none. record: where the incidents of the job are noted.
+    said to be saved, at any time; 0 if none. record: where the incidents of the job are noted. ended: the newest step
+    that one of them had ended.
     """
 
     codes: Mapping[int, int | None]
     step: int
     record: Path | None
+    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,10 @@ SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
 
-CHANGED = "{} has been changed since the job was started, and a job does not go on with another version of its script"
+COLLECT_S = 10.0
+"""Between two looks for orphans that have ended."""
+
+CHANGED = "{} has been changed since it was loaded, and a job does not go on with another version of its program"
 
 
 def rank_server(backlog: int) -> socket.socket:
@@ -171,14 +177,16 @@ class Host:
         self._standby = Standby()
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
-        self._saved_step, self._record = 0, ""
-        self._script = _Script(seats, program)
+        self._saved_step, self._ended_step, self._record = 0, 0, ""
+        self._files = _Files(seats, program)
         self._sessions: set[int] = set()
         self._before = {*children()}
         """Processes that this one had before it had any rank: of a shell, say, that has become this launcher."""
         self._tries = 0
         self._controllers: dict[int, Callable[[int | None], None]] = {}
         """Tells the ranks that have asked for one; by what it has in place of a rank."""
+        self._served: set[int] = set()
+        """Controllers of this generation: how one has ended is seen as long as nobody has collected it."""
         self._forking: tuple[Mapping[str, str], int] | None = None
         """What is the same in all forks of this generation, and the step that was saved."""
         self._selector = selector
@@ -198,6 +206,7 @@ class Host:
             self._try("no fork server can be started", self._forks.start)
         for rank in self.seats:
             self._report(Ready(rank))
+        self._collect_orphans()
 
     @property
     def due_in_s(self) -> float | None:
@@ -231,7 +240,7 @@ class Host:
                 pass
             link.close()
         codes = {rank: seat.proc.returncode for rank, seat in self.seats.items() if seat.proc.pid}
-        return HowLeft(codes, self._saved_step, Path(self._record) if self._record else None)
+        return HowLeft(codes, self._saved_step, Path(self._record) if self._record else None, self._ended_step)
 
     def obey(self, effect: Effect) -> None:
         """An order of the head of the job."""
@@ -275,7 +284,7 @@ class Host:
     # ------------------------------------------------------------------ a generation
 
     def _enter(self, order: Enter) -> None:
-        if (changed := self._script.changed) is not None:
+        if (changed := self._files.changed) is not None:
             return self._report(Lost(CHANGED.format(changed)))
         self._clear_up()
         self.failures.clear()
@@ -323,6 +332,7 @@ class Host:
         return Fork(
             rank, environment, argv, self._program.is_module, seat.stdout, seat.stderr, self._program.threads,
             self._server.getsockname(), step, self.address, os.getpid() if self._program.dies_with_launcher else 0,
+            seat.cpus,
         )  # fmt: skip
 
     def _spawn(self, rank: int, seat: Seat, more: dict[str, str]) -> None:
@@ -333,6 +343,7 @@ class Host:
         """Forks of the fork server; problem: why there are not more of them."""
         for rank, pid in pids.items():
             if rank in self._controllers:
+                self._served.add(pid)
                 self._controllers.pop(rank)(pid)
                 continue
             self.seats[rank].proc = RankProcess(pid)
@@ -352,11 +363,19 @@ class Host:
 
     def _clear_up(self) -> None:
         """What ranks of the generation before have left behind would meet those of the next one."""
-        ranks = {seat.proc.pid for seat in self.seats.values()}
-        kept = {*self._before, self._forks.pid, *ranks}
-        for pid, name in end_orphans(self._sessions, kept):
+        for pid, name in end_orphans(self._sessions, self._own):
             self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
         self._sessions.clear()
+        self._served.clear()
+
+    def _collect_orphans(self) -> None:
+        if self._forks.look() is None:  # else a fork may have ended that is not known yet
+            collect_orphans({*self._own, *self._served})
+        self._later.append((mono_s() + COLLECT_S, self._collect_orphans))
+
+    @property
+    def _own(self) -> set[int]:
+        return {*self._before, self._forks.pid, *(seat.proc.pid for seat in self.seats.values())}
 
     # ------------------------------------------------------------------ ranks
 
@@ -448,15 +467,18 @@ class Host:
                 pass
             case Raised():
                 self._raised[who.rank] = report
+            case Loaded(files):
+                self._files.add(files)
             case ControllerWanted():
                 self._fork_controller(link, report)
             case _:
                 match report:
                     case Guarded(rank, path) if path:
                         self._standby.controlled(rank, Path(path))
-                    case Left(rank, step, record):
+                    case Left(rank, step, record, ended):
                         self._left.add(self.seats[rank].proc.pid)
                         self._saved_step = max(self._saved_step, step)
+                        self._ended_step = max(self._ended_step, ended)
                         self._record = record or self._record
                 self._report(report)
 
@@ -499,25 +521,41 @@ class _Who:
     rank = OWN
 
 
-class _Script:
-    """The file that all ranks run, where it is one."""
+class _Files:
+    """What the program consists of: the script from the start on, the rest since a rank has told of it."""
 
     def __init__(self, seats: Mapping[int, Seat], program: Program) -> None:
-        first = next(iter(seats.values()))
-        is_file = program.python and not program.is_module
-        self._path = Path(str(first.args[1])) if is_file else None
-        self._digest = self._look()
+        args = next(iter(seats.values())).args
+        self._script = str(args[1]) if program.python and not program.is_module else ""
+        self._known: dict[str, tuple[object, bytes]] = {}
+        self.add([self._script])
 
-    def _look(self) -> bytes:
-        try:
-            return b"" if self._path is None else hashlib.sha256(self._path.read_bytes()).digest()
-        except OSError:  # the ranks will say so
-            return b""
+    def add(self, paths: Sequence[str]) -> None:
+        """Each counts as it is when it is added first."""
+        for path in {*paths} - {*self._known}:
+            with contextlib.suppress(OSError):  # of none that can be read: the ranks will say so
+                self._known[path] = _stamp(path), _digest(path)
 
     @property
-    def changed(self) -> Path | None:
-        """The file, if it is another one than at the start."""
-        return self._path if self._look() != self._digest else None
+    def changed(self) -> str | None:
+        """One that has other contents now. A module that is gone may have been made by a rank."""
+        for path, (stamp, digest) in self._known.items():
+            try:
+                if _stamp(path) != stamp and _digest(path) != digest:
+                    return path
+            except OSError:
+                if path == self._script:
+                    return path
+        return None
+
+
+def _stamp(path: str) -> object:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _digest(path: str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
 
 
 def _common(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:

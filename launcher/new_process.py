@@ -104,6 +104,8 @@ def _become(one: Fork) -> None:
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             os.dup2(file, stream)
             os.close(file)
+    if one.cpus:
+        os.sched_setaffinity(0, one.cpus)
     os.environ.clear()
     os.environ.update(one.environment)
     main = threading.main_thread()

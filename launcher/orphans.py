@@ -26,6 +26,14 @@ def end_orphans(sessions: Collection[int], kept: Collection[int]) -> Iterator[tu
                 yield pid, Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
 
 
+def collect_orphans(kept: Collection[int]) -> None:
+    """Those that have ended, but for `kept`. Whoever is the first process of a container has strangers' as well."""
+    for pid in {*children()} - {*kept}:
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) != os.getsid(0):  # else this process may have started it, and wait for it
+                os.waitpid(pid, os.WNOHANG)
+
+
 def end_group(group: int) -> None:
     """Kills the processes of this group."""
     for name in os.listdir("/proc"):

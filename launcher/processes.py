@@ -10,6 +10,8 @@ import subprocess
 import threading
 from typing import Any
 
+from lastwords.errors import ConfigError
+
 
 class RankProcess:
     """A child of this process that leads a session, whoever has forked it. Any thread.
@@ -68,6 +70,8 @@ class Seat:
         for path in {self.stdout, self.stderr} - {""}:
             open(path, "wb").close()  # what a start before this one has left there
         self.local_rank_id = local_rank_id
+        self.cpus = [] if numa_options is None else _cpus_near(local_rank_id, numa_options)
+        """Of a fork; none: all. A process of its own is started with torch's numactl."""
         self.proc: Any = RankProcess()
 
     def spawn(self, env: dict[str, str]) -> None:
@@ -90,6 +94,15 @@ class Seat:
         """A signal for all processes of its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+
+
+def _cpus_near(device: int, numa_options: Any) -> list[int]:
+    """What torch would bind this device's rank to, as for `--numa-binding`. Raises what torch does."""
+    from torch.numa import binding
+
+    if (found := getattr(binding, "_get_validated_logical_cpus_to_bind_to", None)) is None:
+        raise ConfigError("this release of torch cannot tell lastwords run what --numa-binding means; leave it out")
+    return sorted(found(gpu_index=device, numa_options=numa_options))
 
 
 def ended_badly(pid: int) -> bool:

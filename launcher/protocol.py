@@ -52,6 +52,13 @@ class Raised:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """The training loop is about to begin. files: paths of what the program consists of."""
+
+    files: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ControllerWanted:
     """The rank would have a fork as its controller. log: what it prints goes there. asked: number of the answer."""
 
@@ -145,7 +152,7 @@ class Introduction:
 
 OfRank = events.Guarded | events.Begun | events.Updated | events.Over | events.Left
 """What a rank itself says of what happens to it."""
-FromRank = OfRank | ControllerWanted | Raised
+FromRank = OfRank | ControllerWanted | Loaded | Raised
 ToRank = ControllerAnswer | Dismissed | Refused
 FromSupervisor = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | Done
 ToSupervisor = events.Enter | events.End | events.Kill | events.Look | Dismissed | Refused | Done | Beat

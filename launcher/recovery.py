@@ -4,7 +4,7 @@ A recovery lasts from the first death until every rank has updated its weights a
 
     {"outcome": "RECOVERED", "entry", "step", "began_mono_s", "died_mono_s",
      "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "inexact"?, "imports"?}, ...],
-     "generation"?, "incident"?, "trained"?}
+     "generation"?, "incident"?, "trained"?, "ended"?}
 
 entry: number of the generation that goes on. generation, incident: those of the newest of the controllers' lines
 about this failure, where there is one: ranks may die in a recovery, too. began_mono_s: when the generation before
@@ -12,7 +12,7 @@ began. died_mono_s: the first sign that it is over. Events: died (a process has 
 knows before; raised: the exception that has left its script), left (a survivor leaves), entered (all processes are
 started anew), begun (the loop of a rank; inexact: why it may differ from one that was never interrupted; imports: in
 the first recovery of a job, modules that could be preloaded, with seconds), updated. trained: steps had been done.
-Instants are CLOCK_MONOTONIC, as the controller's are.
+ended: the newest one that a survivor had. Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Recovery:
     _step: int = 0
     _began_s: float = 0.0
     _entered_s: float = 0.0
+    _ended: int = 0
     _late: set[int] = field(default_factory=set)
     """Those that have not updated in this generation."""
     _told_of_imports: bool = False
@@ -64,9 +65,9 @@ class Recovery:
         more = {name: words for name, words in (("how", how), ("raised", raised)) if words}
         self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code, **more})
 
-    def left(self, rank: int, step: int, now_s: float) -> None:
-        """`rank` is told to leave. step: the newest one that it knows to be saved."""
-        self._step = max(self._step, step)
+    def left(self, rank: int, step: int, now_s: float, ended: int = 0) -> None:
+        """`rank` is told to leave. step: the newest one that it knows to be saved. ended: that it has ended."""
+        self._step, self._ended = max(self._step, step), max(self._ended, ended)
         self._note("left", rank, now_s)
 
     def entered(self, entry: int, now_s: float) -> None:
@@ -107,10 +108,11 @@ class Recovery:
                 "died_mono_s": min(one["mono_s"] for one in self._events),
                 "events": self._events,
                 **({"trained": True} if self._trained else {}),
+                **({"ended": self._ended} if self._ended else {}),
             }
         )
         self._told_of_imports = self._told_of_imports or _imports(self._events) != ""
-        self._events, self._step, self._began_s, self._trained = [], 0, self._entered_s, True
+        self._events, self._step, self._ended, self._began_s, self._trained = [], 0, 0, self._entered_s, True
         return line
 
     def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, Any] = NOTHING_MORE) -> None:
@@ -148,8 +150,13 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
     who = ", ".join(f"rank {rank} died ({how})" for rank, how in dead.items())
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
     inexact, imports = _inexact(record["events"]), _imports(record["events"])
-    saved = _saved(record["step"], incident, exact=not inexact)
-    if incident is None and record.get("trained") and dead.keys() >= {*_ranks(record["events"])}:
+    saved = _saved(record["step"], incident, record.get("ended", 0), exact=not inexact)
+    if (
+        incident is None
+        and record.get("trained")
+        and "LOST" not in saved
+        and dead.keys() >= {*_ranks(record["events"])}
+    ):
         lost = f"STEPS AFTER {record['step']}" if record["step"] else "ALL STEPS"
         saved = f"NOT SAVED: {lost} ARE LOST, {saved}"
     return f"{who}: {', '.join(found)}{imports}; {saved}{inexact}"
@@ -180,16 +187,16 @@ def _imports(events: Iterable[Mapping[str, Any]]) -> str:
     return f" ({sum(longest.values()):.1f} s of it were imports: --preload {','.join(longest)} saves them)"
 
 
-def _saved(step: int, incident: Mapping[str, Any] | None, *, exact: bool) -> str:
-    """What became of the steps. step: the newest one that was saved."""
+def _saved(step: int, incident: Mapping[str, Any] | None, ended: int, *, exact: bool) -> str:
+    """What became of the steps. step: the newest one that was saved. ended: that a survivor has said to have ended."""
     stands = [_STAND.fullmatch(one.get("stand", "")) for one in incident["events"]] if incident is not None else []
-    ended = max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=step)
+    ended = max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=ended)
     if incident is not None and incident.get("outcome", SAVED) == SAVED:
         if ended > incident.get("step", step):  # what was saved is from whole copies
             return f"step {step} was saved, and step {ended} is done again"
         return f"{'nothing lost, ' if exact else ''}step {step} was saved"
     lost = f"STEPS {step + 1} TO {ended} ARE LOST, " if ended > step else ""
-    why = f"NOT SAVED ({incident['reason']}): " if incident is not None and lost else ""
+    why = "" if not lost else "NOT SAVED: " if incident is None else f"NOT SAVED ({incident['reason']}): "
     return f"{why}{lost}resumed after step {step}" if step else f"{why}{lost}began anew"
 
 
@@ -199,10 +206,10 @@ def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | Non
     return _newest(lines, lambda one: one["known_mono_s"] >= began_s)
 
 
-def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[str | bytes]) -> str:
+def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[str | bytes], ended: int = 0) -> str:
     """What is saved of a job whose ranks were told to end. codes: how they have. lines: of incidents.jsonl.
 
-    step: the newest one that a rank knows to be saved; 0: none.
+    step: the newest one that a rank knows to be saved; 0: none. ended: that one had ended.
 
     >>> line = '{"outcome": "SAVED", "step": 31, "path": "/ckpt/tft_saved_checkpoints-step_31"}'
     >>> last_sentence({0: 75, 1: 75}, 31, [line])
@@ -228,7 +235,8 @@ def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[st
     last = _newest(lines, lambda one: isinstance(one["reason"], str))
     why = f": {last['reason']}" if last and last["outcome"] == NOT_SAVED else ""
     if EXIT_NOT_SAVED in codes.values() or why:
-        return f"nothing new was saved{why}{older}"
+        reached = f", and step {ended} had been done" if ended > step else ""
+        return f"nothing new was saved{reached}{why}{older}"
     return goes_on if step else "nothing was saved: no rank was in its training loop"
 
 

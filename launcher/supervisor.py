@@ -6,6 +6,7 @@ The rank dies with it, and what it says to people is about the rank: its end is 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import signal
@@ -13,9 +14,11 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from lastwords.clock import mono_s
 from lastwords.errors import ConfigError
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
+    NOT_ENDED,
     Begun,
     End,
     Ended,
@@ -35,6 +38,7 @@ from lastwords.launcher.host import Host, Program, rank_server
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Done, ToSupervisor
+from lastwords.launcher.roster import END_S
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.departure import EXIT_NOT_SAVED, flush, say
 from lastwords.processor.signals import UNHANDLED_STOPS
@@ -83,6 +87,8 @@ class Supervisor:
         """With which it ends now."""
         self._ends = False
         """Nothing is healed any more."""
+        self._kill_mono_s = math.inf
+        """When its rank is, which has not ended."""
         take_in_orphans()
         forks = ForkServer(sys.executable, os.environ, selector, f"{cluster.address} {cluster.path}")
         forks.start()  # it imports while this worker may have to wait for its scheduler
@@ -116,11 +122,17 @@ class Supervisor:
             due_s = self._host.due_in_s
             for key, _ in self._selector.select(TURN_S if due_s is None else min(TURN_S, due_s)):
                 key.data()
-            self._host.tick()
-            self._membership.tick()
+            self._tick()
         self._membership.close()
         self._host.end()
         return self._code
+
+    def _tick(self) -> None:
+        self._host.tick()
+        self._membership.tick()
+        if mono_s() >= self._kill_mono_s:
+            self._kill_mono_s = math.inf
+            self._host.obey(Kill(self._membership.rank, NOT_ENDED))
 
     @property
     def _runs(self) -> bool:
@@ -182,7 +194,7 @@ class Supervisor:
         if why:
             say(f"lastwords: {why}")
         if self._runs:
-            self._ends = True
+            self._ends, self._kill_mono_s = True, mono_s() + END_S  # it may be writing a checkpoint
             return self._host.obey(End(self._membership.rank))
         self._end(self._last_code if fails else 0)
 

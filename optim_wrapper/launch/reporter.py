@@ -17,7 +17,7 @@ from typing import Any
 
 from lastwords.errors import ConfigError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"
@@ -50,6 +50,10 @@ class Reporter:
         """A controller looks after it, which keeps its state in `path`, if it is on this host."""
         self._say("Guarded", path="" if path is None else str(path))
 
+    def loaded(self, files: Sequence[str]) -> None:
+        """The training loop is about to begin. files: paths of what the program consists of."""
+        self._say("Loaded", files=[*files])
+
     def begun(self, step: int, inexact: str, *, resumes: bool) -> None:
         """The training loop begins after `step`. inexact: why it may differ from one that was never interrupted."""
         self.goes_on_at = 0
@@ -63,12 +67,12 @@ class Reporter:
         """The training loop has come to its end by itself."""
         self._say("Over")
 
-    def left(self, step: int, record: Path | None) -> None:
+    def left(self, step: int, record: Path | None, ended: int = 0) -> None:
         """An incident is over, and ends this process. step: the newest one that is saved; 0: none that is known.
 
-        record: where the controller writes how each incident went.
+        record: where the controller writes how each incident went. ended: the newest step that this process has ended.
         """
-        self._say("Left", step=step, record=str(record or ""))
+        self._say("Left", step=step, record=str(record or ""), ended=ended)
 
     def raised(self, error: str, *, lasting: bool) -> None:
         """An exception leaves the script. lasting: each process after this one would meet it as well."""

@@ -65,6 +65,20 @@ def _user_names(count: int, newest: str) -> list[str]:
     return [name for name, users in _judged.items() if users]
 
 
+def program_files() -> list[str]:
+    """Paths of what another version of the program would differ in: the user's modules, as they were loaded, and the
+    packages beside them, each by its first file.
+    """
+    users = {name for name, _ in user_modules()}
+    found = set()
+    for name, one in [*sys.modules.items()]:
+        if name in users or not ("." in name or name in sys.stdlib_module_names):
+            file = getattr(one, "__dict__", {}).get("__file__")  # one that is loaded later has only that
+            if isinstance(file, str) and os.path.isabs(file) and (file.endswith(".py") or name == "__main__"):
+                found.add(file)
+    return sorted(found)
+
+
 def named_modules(names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of these names, those of modules, and their global names."""
     for name in names:

@@ -27,6 +27,7 @@ from lastwords.optim_wrapper.loop.data_digest import data_digest
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
+from lastwords.optim_wrapper.state.running import program_files
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook
 from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
@@ -340,6 +341,7 @@ class ProtectedRun(Run):
             self._refuse_to_begin_before(launcher.goes_on_at)
             since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]
             inexact = "" if self.resumed is None else first_of([*self.resumed.reasons, *since])
+            launcher.loaded(program_files())
             launcher.begun(self.start_step, inexact, resumes=self.resumes)
 
     def _spoil(self, why: str) -> None:

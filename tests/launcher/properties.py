@@ -182,7 +182,7 @@ def interpreter() -> object:
         [repr(one).split(" at ")[0] for one in hooks],
         (sys.gettrace(), sys.getprofile(), sys.getrecursionlimit(), sys.getswitchinterval()),
         (gc.isenabled(), gc.get_threshold(), len(gc.callbacks), gc.get_debug()),
-        (faulthandler.is_enabled(), sys.getfilesystemencoding(), sys.stdin.closed),
+        (faulthandler.is_enabled(), sys.getfilesystemencoding(), sys.stdin.closed, __debug__),
     )
 
 

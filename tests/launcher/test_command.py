@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -24,6 +25,15 @@ from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.host import ABANDONED_S, HowLeft, Program, remove_abandoned
 from lastwords.processor.signals import UNHANDLED_STOPS
 from tests import golden
+
+
+def test_every_flag_has_its_place_in_the_docs() -> None:
+    """Red with a newer torch: find out what its new flag does to forks, and say so there."""
+    page = (Path(__file__).parents[2] / "docs/healing.md").read_text(encoding="utf-8")
+    placed = re.findall(r"`(--[a-z-]+)`", page.partition("## Flags")[2].partition("\n## ")[0])
+    names = [name for action in command.parser()._actions for name in action.option_strings]
+    assert {name for name in names if name.startswith("--") and "_" not in name} - {"--help"} == {*placed}
+    assert len({*placed}) == len(placed)
 
 
 @pytest.mark.parametrize(

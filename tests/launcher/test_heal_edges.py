@@ -21,12 +21,14 @@ from lastwords.launcher import crash_loop
 from tests import golden
 from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
+from tests.launcher.test_fork_server import fork_server_of
 from tests.launcher.test_heal import ROOT, SCRIPT, STEPS, begun, check_equal, environment, pids, run, trace
 from tests.launcher.test_launcher_ends import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 RANKS = 2
+CONTAINER = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def command(directory: Path, *deaths: str, steps: int = STEPS, script: tuple[str, ...] = ("-m", SCRIPT)) -> list[str]:
@@ -48,10 +50,10 @@ def last_line(said: str) -> str:
 
 
 @contextlib.contextmanager
-def started(directory: Path, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(directory: Path, arguments: list[str], **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher that writes to `log`, and is gone afterwards."""
     with (directory / "log").open("wb") as log:
-        launcher = subprocess.Popen(arguments, env=environment(), cwd=ROOT, stdout=log, stderr=log)
+        launcher = subprocess.Popen(arguments, env={**environment(), **env}, cwd=ROOT, stdout=log, stderr=log)
     try:
         yield launcher
     finally:
@@ -163,14 +165,76 @@ def test_a_launcher_that_has_no_descriptors_for_a_while_goes_on_once_it_has(tmp_
 
 
 @pytest.mark.thorough
-def test_a_script_that_was_edited_is_refused_by_name(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text((ROOT / "tests/launcher/healed_training.py").read_text())
-    with started(tmp_path, command(tmp_path, steps=100_000, script=(str(script),))) as launcher:
+def test_ranks_that_no_process_can_be_had_for_are_forked_once_it_can(tmp_path: Path, undisturbed: Path) -> None:
+    """As with `ulimit -u`, which does not hold for root."""
+    someone = () if os.getuid() else ("setpriv", "--reuid=12345", "--regid=12345", "--clear-groups")
+    reads_all = [f"--{caps}-caps=+dac_override" for caps in ("inh", "ambient")] if someone else []
+    if subprocess.run([*someone, *reads_all, sys.executable, "--version"], capture_output=True, check=False).returncode:
+        pytest.skip("nobody else can be had here")
+    with started(tmp_path, [*someone, *reads_all, *command(tmp_path)]) as launcher:
         until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
-        script.write_text(script.read_text() + "# another version")
+        limit = [*someone, "prlimit", f"--pid={fork_server_of(launcher.pid)}"]
+        subprocess.run([*limit, "--nproc=1:"], check=True)
+        os.kill(pids(tmp_path, 1)[0], signal.SIGKILL)
+        until(lambda: "tried again" in (tmp_path / "log").read_text(), "there are too many processes")
+        fewest, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        subprocess.run([*limit, f"--nproc={'unlimited' if fewest < 0 else fewest}:"], check=True)
+        assert launcher.wait(200) == 0, (tmp_path / "log").read_text()
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "tried again" in line]
+    golden.says(line)
+    check_equal(tmp_path, undisturbed, heals=1, ranks=RANKS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("edited", ["train.py", "helper.py"])
+def test_a_program_that_was_edited_is_refused_by_name(tmp_path: Path, edited: str) -> None:
+    """A helper, too, and where a module is run."""
+    (tmp_path / "helper.py").write_text("RATE = 1\n")
+    text = (ROOT / "tests/launcher/healed_training.py").read_text()
+    (tmp_path / "train.py").write_text(text.replace("\nimport lastwords", "\nimport helper\nimport lastwords", 1))
+    script = (str(tmp_path / "train.py"),) if edited == "train.py" else ("-m", "train")
+    path = f"{environment()['PYTHONPATH']}:{tmp_path}"
+    with started(tmp_path, command(tmp_path, steps=100_000, script=script), PYTHONPATH=path) as launcher:
+        until(lambda: all((tmp_path / f"trace-{rank}").exists() for rank in range(RANKS)), "all ranks train")
+        (tmp_path / edited).write_text((tmp_path / edited).read_text() + "# another version")
         os.kill(pids(tmp_path, 1)[0], signal.SIGKILL)
         assert launcher.wait(200) != 0
     golden.says(last_line((tmp_path / "log").read_text()))
     assert [len(pids(tmp_path, rank)) for rank in range(RANKS)] == [1, 1], "nobody trains with another version"
     assert load.latest(tmp_path / "ckpt") is not None
+
+
+def comes_inside() -> bool:
+    return subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.thorough
+def test_the_first_process_of_a_container_heals_and_collects_the_dead_of_others_and_saves_when_it_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    if not comes_inside():
+        pytest.skip("no container can be made here")
+    with started(tmp_path, [*CONTAINER, *command(tmp_path, "1:5:bwd", steps=100_000)]) as outside:
+        until(lambda: "training again" in (tmp_path / "log").read_text(), "it has healed")
+        launcher = pids_of_children(outside.pid)[0]
+        inside = ["nsenter", f"--target={launcher}", "--user", "--preserve-credentials", "--pid", "--mount"]
+        subprocess.run([*inside, "setsid", "sh", "-c", "sleep 2 &"], check=True)
+        until(lambda: "sleep" in names_of_children(launcher), "it has taken a stranger's child in")
+        until(lambda: "sleep" not in names_of_children(launcher), "which has ended and is collected")
+        os.kill(launcher, signal.SIGTERM)
+        assert outside.wait(60) == 1
+    assert re.search("ended by SIGTERM; step [0-9]+ was saved", last_line((tmp_path / "log").read_text()))
+    assert load.latest(tmp_path / "ckpt") is not None
+
+
+def pids_of_children(parent: int) -> list[int]:
+    return [pid for pid, (its, _) in processes().items() if its == parent]
+
+
+def names_of_children(parent: int) -> list[str]:
+    """Of those that have ended, too."""
+    found = []
+    for pid in pids_of_children(parent):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return found

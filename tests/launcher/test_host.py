@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lastwords.launcher import host as module
@@ -49,12 +50,14 @@ from lastwords.launcher.protocol import (
     ControllerWanted,
     FromRank,
     Hello,
+    Loaded,
     Raised,
     ToRank,
     read,
     to_message,
 )
 from lastwords.launcher.registry import Refused
+from lastwords.optim_wrapper.state.running import program_files
 from tests import golden
 
 
@@ -503,6 +506,33 @@ def told(host: TestHost) -> Iterator[Told]:
     told = Told(host)
     yield told
     told.link.close()
+
+
+def test_of_what_ranks_have_loaded_a_change_is_named_and_the_same_contents_are_none(
+    host: TestHost, told: Told, tmp_path: Path
+) -> None:
+    helper, gone = tmp_path / "helper.py", tmp_path / "made_by_a_rank.py"
+    for file in (helper, gone):
+        file.write_text("RATE = 1")
+    told.say(told.link, Loaded([str(helper), str(gone), str(tmp_path / "in.zip/absent.py")]))
+    gone.unlink()
+    helper.unlink()
+    helper.write_text("RATE = 1")
+    host.obey(Enter(1))
+    assert [type(event) for event in host.events if isinstance(event, Lost)] == []
+    helper.write_text("RATE = 2")
+    told.say(told.link, Loaded([str(helper)]))  # it was another one when it was loaded first
+    host.obey(Enter(2))
+    golden.says([event.why for event in host.events if isinstance(event, Lost)])
+
+
+def test_a_program_consists_of_the_users_modules_and_of_each_packages_first_file() -> None:
+    files = program_files()
+    ours = [path for path in files if path.endswith("tests/launcher/test_host.py")]
+    (torchs,) = [path for path in files if "/torch/" in path]
+    assert len(ours) == 1
+    assert torchs == torch.__file__
+    assert os.__file__ not in files
 
 
 def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_not_taken(host: TestHost) -> None:

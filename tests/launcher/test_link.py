@@ -187,6 +187,29 @@ def test_the_launcher_of_a_host_that_is_lost_after_the_rendezvous_ends_the_job(
     golden.says("\n".join(caplog.messages))
 
 
+def test_where_no_store_can_be_had_for_a_minute_the_job_ends_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s, told = [0.0], list[Effect]()
+
+    def pause(seconds: float) -> None:
+        now_s[0] += seconds
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
+    monkeypatch.setattr(head, "TCPStore", refused)
+    monkeypatch.setattr(head.time, "sleep", pause)
+    one = Head(1, 0, "127.0.0.1")
+    one.has_host(range(1), told.append)
+    one.hear(Ready(0))
+    (stop,) = told
+    assert isinstance(stop, Stop)
+    golden.says(str(stop.failure))
+    golden.says("\n".join(caplog.messages))
+
+
 def test_a_launcher_that_came_while_the_head_was_stopped_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(head, "mono_s", lambda: now_s[0])

@@ -81,6 +81,31 @@ def test_no_rank_has_a_variable_of_lastwords(jobs: Found) -> None:
         assert not [name for name in names if name.startswith("LASTWORDS_")]
 
 
+BINDING = """
+import sys
+from torch.numa import binding
+near = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+binding._get_validated_logical_cpus_to_bind_to = lambda gpu_index, numa_options: {near[gpu_index]}
+from lastwords.cli.main import main
+main()
+"""
+"""The command, where each rank has a device that is near to one processor."""
+
+
+def test_a_rank_is_bound_to_the_processors_that_torch_would_bind_it_to(tmp_path: Path) -> None:
+    script, cpus = tmp_path / "train.py", sorted(os.sched_getaffinity(0))
+    script.write_text(
+        "import os\nwith open(f'{__file__}.{os.environ[\"RANK\"]}', 'w') as file:\n"
+        "    file.write(str([*os.sched_getaffinity(0)]))"
+    )
+    near = cpus[0], cpus[-1]
+    flags = ["run", "--standalone", "--nproc-per-node", str(len(RANKS)), "--numa-binding", "node", str(script)]
+    command = [sys.executable, "-c", BINDING, *map(str, near), *flags]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert [Path(f"{script}.{rank}").read_text() for rank in RANKS] == [str([cpu]) for cpu in near]
+
+
 # ---------------------------------------------------------------------- forks of one server
 
 
@@ -193,6 +218,24 @@ def test_a_safe_search_path_stays_safe(tmp_path: Path, monkeypatch: pytest.Monke
         done = safe.run(str(script))
         assert done == safe.plain(str(script))
         assert (done.code, done.out) == (1, "lastwords\n")
+
+
+def test_what_variables_say_to_the_interpreter_holds_in_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPTIMIZE", "DEVMODE", "FAULTHANDLER", "NOUSERSITE", "UTF8"):
+        monkeypatch.setenv(f"PYTHON{name}", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "error::ImportWarning")
+    found = []
+    with Forks.anywhere() as forks:
+        for run in (forks.run, forks.plain):
+            assert run(SCRIPT, str(tmp_path), "light").code == 0
+            found.append(json.loads((tmp_path / "rank-1.json").read_text()))
+    for name in ("arguments", "interpreter"):
+        assert found[0][name] == found[1][name], name
+    flags = dict(zip(sys.flags.__match_args__, found[0]["arguments"][3], strict=False))
+    assert (flags["optimize"], flags["dev_mode"], flags["no_user_site"], flags["utf8_mode"]) == (1, True, 1, 1)
+    assert "error::ImportWarning" in found[0]["arguments"][4]
 
 
 def test_the_traceback_of_a_module_is_that_of_python(forks: Forks) -> None:

@@ -49,6 +49,7 @@ from lastwords.launcher.protocol import (
     FromRank,
     FromSupervisor,
     Hello,
+    Loaded,
     Raised,
     ToRank,
     ToSupervisor,
@@ -63,7 +64,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (3, "bf878327abee1a7a")
+FORM = (4, "aa8cec166b35b2b9")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -101,6 +102,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
         Begun(RANK, 1, "late", False, (("x", 0.5),)), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
         ControllerWanted(["{}"], {"A": "b"}, "log", 5), Raised("ValueError: x", lasting=False), Done(),
+        Loaded(["/train.py"]),
     ],
     ids=repr,
 )  # fmt: skip
@@ -163,10 +165,11 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.guarded(Path("/state")), Guarded(RANK, "/state")),
     (lambda one: one.guarded(None), Guarded(RANK)),
+    (lambda one: one.loaded(["/train.py"]), Loaded(["/train.py"])),
     (lambda one: one.begun(7, "late", resumes=False), Begun(RANK, 7, "late", resumes=False)),
     (lambda one: one.updated(), Updated(RANK)),
     (lambda one: one.over(), Over(RANK)),
-    (lambda one: one.left(7, Path("/logs")), Left(RANK, 7, "/logs")),
+    (lambda one: one.left(7, Path("/logs"), 8), Left(RANK, 7, "/logs", 8)),
     (lambda one: one.left(0, None), Left(RANK)),
     (lambda one: one.raised("ValueError: x", lasting=True), Raised("ValueError: x", lasting=True)),
 ]

@@ -17,6 +17,7 @@ from lastwords.launcher.events import UNKNOWN_CODE, Begun, End, Ended, Event, Go
 from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, last_sentence, sentence
 from lastwords.liveness.endings import OomKills, ending_text
 from lastwords.optim_wrapper.launch import reporter
+from lastwords.processor.departure import EXIT_NOT_SAVED
 from tests import golden
 from tests.shortage import no_threads
 
@@ -173,6 +174,18 @@ def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, m
     assert told[1] is not None
     assert (told[1][0], told[1][2]) == (1, True)
     assert "threads" in told[1][1]
+
+
+def test_steps_that_are_lost_are_named_though_the_disk_is_too_full_for_the_record() -> None:
+    recovery = training()
+    recovery.died(1, KILLED, 20.0)
+    recovery.left(0, 0, 20.1, 36)
+    recovery.left(2, 0, 20.1, 35)
+    recovery.entered(1, 20.2)
+    for rank in range(3):
+        recovery.begun(rank, 31, 20.3)
+    golden.says(sentence(json.dumps(again(recovery)), None))
+    golden.says(last_sentence({0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED}, 31, [], 36))
 
 
 @pytest.mark.parametrize("reached", [31, 32])

@@ -26,6 +26,7 @@ from lastwords.launcher import supervisor as module
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster
 from lastwords.launcher.events import (
+    NOT_ENDED,
     Begun,
     Effect,
     End,
@@ -46,6 +47,7 @@ from lastwords.launcher.events import Seat as Given
 from lastwords.launcher.host import Host, Program
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Beat, Done, FromSupervisor
+from lastwords.launcher.roster import END_S
 from lastwords.launcher.scheduler import Scheduler
 from lastwords.launcher.supervisor import Supervisor, become_supervisor
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
@@ -64,6 +66,7 @@ class Fake:
         self.orders: list[Effect | int] = []
         self.said: list[FromSupervisor] = []
         self.obey = self.signal_all = self.orders.append
+        self.tick: Callable[[], None] = lambda: None
         self.report = self.said.append
 
     def start(self) -> None:
@@ -153,6 +156,19 @@ def test_it_ends_as_its_rank_has(
     if stops in acts[1:2]:
         assert one._host.orders == [signal.SIGTERM]
     golden.says(capfd.readouterr().err)
+
+
+def test_a_rank_that_does_not_end_once_the_scheduler_has_given_up_is_killed_in_time(
+    one: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(module, "mono_s", lambda: now_s[0])
+    runs(one)
+    gives_up(one)
+    for _ in range(3):
+        now_s[0] += END_S / 2
+        one._tick()
+    assert one._host.orders == [End(1), Kill(1, NOT_ENDED)]
 
 
 def test_it_ends_though_nobody_can_be_told_why(one: Supervisor, close_stderr: Callable[[], None]) -> None:
