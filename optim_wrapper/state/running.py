@@ -69,13 +69,12 @@ def program_files() -> list[str]:
     """Paths of what another version of the program would differ in: the user's modules, as they were loaded, and the
     packages beside them, each by its first file.
     """
-    users = {name for name, _ in user_modules()}
+    names = {name for name in [*sys.modules] if not ("." in name or name in sys.stdlib_module_names)}
     found = set()
-    for name, one in [*sys.modules.items()]:
-        if name in users or not ("." in name or name in sys.stdlib_module_names):
-            file = getattr(one, "__dict__", {}).get("__file__")  # one that is loaded later has only that
-            if isinstance(file, str) and os.path.isabs(file) and (file.endswith(".py") or name == "__main__"):
-                found.add(file)
+    for name in names.union(name for name, _ in user_modules()):
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")  # one that is loaded later has only that
+        if isinstance(file, str) and os.path.isabs(file) and (file.endswith(".py") or name == "__main__"):
+            found.add(file)
     return sorted(found)
 
 

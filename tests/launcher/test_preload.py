@@ -334,7 +334,7 @@ WITH_THREAD = ("deepspeed", "mlflow", "polars")
 
 def installed(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name.removeprefix("torch.utils.")) is not None
     except ModuleNotFoundError:
         return False
 
