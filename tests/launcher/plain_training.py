@@ -48,7 +48,7 @@ of_numpy, of_python = np.random.default_rng(5), random.Random(6)
 history: list[float] = []
 calls, best_loss = 0, math.inf
 if rank == 0:
-    import wave
+    import wave  # noqa: F401
 
 log = logging.getLogger("train")
 log.addHandler(logging.FileHandler(DIRECTORY / f"log-{rank}"))
@@ -87,7 +87,7 @@ class Samples(Dataset[torch.Tensor]):
 @functools.cache
 def scale(width: int) -> float:
     """Computed once."""
-    return width ** -0.5 * (1 + len(history))
+    return width**-0.5 * (1 + len(history))
 
 
 progress: dict[str, Any] = {"losses": [], "best": math.inf, "calm": 0}
@@ -116,7 +116,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     multiprocessing.set_start_method("fork")
     found: dict[str, object] = {"calls": calls, "history": len(history), "best": best_loss, "drawn": random.random()}
-    found |= {"dtype": str(DTYPE), "own": STARTED_WITH == str(os.getpid()), "arguments": ARGUMENTS}
+    found |= {"dtype": str(DTYPE), "own": str(os.getpid()) == STARTED_WITH, "arguments": ARGUMENTS}
     found |= {"given": Samples.given, "cached": scale.cache_info().currsize, "scale": scale(16)}
     found |= {"threads": [one.name for one in threading.enumerate()][:2], "wave": "wave" in sys.modules}
     torch.manual_seed(7 + calls + len(history))
