@@ -194,7 +194,7 @@ class Walk:
 
     def _go(self) -> None:
         for name, root in self._roots.items():
-            if is_walked(root):
+            if own_of(root) is not None and not issubclass(type(root), _NO_DATA):  # a loader's class may be anybody's
                 self._meet(name, root)
         self._go_on()
 

@@ -140,14 +140,21 @@ def test_all_ranks_begin_anew_after_each_failure_and_nothing_differs(
     assert not any("SIGTERM" in line for line in recoveries), "who was told to end has not died"
 
 
-def test_a_script_with_state_at_its_top_goes_on_as_if_nothing_had_happened(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preload", ["", pytest.param("torch._dynamo", marks=pytest.mark.thorough)])
+def test_a_script_with_state_at_its_top_goes_on_as_if_nothing_had_happened(
+    preload: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each time all ranks find what its first lines make, and what is handed over comes back."""
     plain, healed = tmp_path / "whole", tmp_path / "healed"
     script = "tests.launcher.plain_training"
+    if preload:
+        monkeypatch.setenv("COMPILED", "1")
     run(plain, launcher="torchrun", ranks=2, cluster=cluster, script=script)
-    run(healed, "1:4", "1:8", "1:13", ranks=2, cluster=cluster, script=script)
+    flags = {"preload": preload} if preload else {}
+    run(healed, "1:4", "1:8", "1:13", ranks=2, cluster=cluster, script=script, **flags)
     for rank in range(2):
-        assert (healed / f"final-{rank}").read_text() == (plain / f"final-{rank}").read_text()
+        for file in (f"final-{rank}", f"log-{rank}", f"ended-{rank}"):
+            assert (healed / file).read_text() == (plain / file).read_text()
         (found,) = (plain / f"begun-{rank}").read_text().splitlines()
         assert (healed / f"begun-{rank}").read_text().splitlines() == [found] * 4
     assert (healed / "beside-0").read_text().split() == ["__main__.best_loss", "__main__.history"], "what does not"

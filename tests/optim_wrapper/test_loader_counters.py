@@ -70,6 +70,34 @@ def test_a_level_that_the_loop_raises_is_what_it_was(epoch: int, step: int) -> N
     assert told(again) == []
 
 
+class Wrapped:
+    """As accelerate and Fabric wrap a loader: neither a DataLoader nor of the user's own, and it counts its epochs."""
+
+    __module__ = pytest.__name__
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.epochs = loader, 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epochs += 1
+        for batch in self.loader:
+            yield batch, self.epochs
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(1, 3), (2, 2), (2, BATCHES), (3, 1)])
+def test_a_loader_of_an_installed_package_goes_on_in_its_order_and_counts_on(epoch: int, step: int) -> None:
+    def make() -> Any:
+        return Wrapped(DataLoader(range(SAMPLES), BATCH, shuffle=True, generator=seeded(5)))  # type: ignore[arg-type]
+
+    whole = whole_run(make, epochs=4)
+    again = resumed(whole, make, epoch, step, epochs=4)
+    assert again.record == after(whole.record, epoch, step)
+    assert told(again) == []
+
+
 # ------------------------------------------------------------------ draws
 
 
