@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -68,7 +69,8 @@ class Job:
         rates = optimizer.param_groups
         self.state = lambda: [model.state_dict(), optimizer.state_dict()["state"], [one["lr"] for one in rates]]
         extras = {"scheduler": scheduler, **more} if LEFT_OUT != "scheduler" else more
-        self.tft = lastwords.protect(CHECKPOINTS, model=model, optimizer=optimizer, extras=extras)
+        forget = ["model._current_fx_name"]  # of lightning: which hook is running
+        self.tft = lastwords.protect(CHECKPOINTS, model=model, optimizer=optimizer, extras=extras, forget=forget)
         self.tft.start()
         point = self.tft.resume(missing_ok=True)
         if point is not None:
@@ -78,11 +80,16 @@ class Job:
         return point
 
     def die(self, phase: str) -> None:
-        """Here, in the step that is next, if the plan says so."""
-        mark = DIRECTORY / f"died-{RANK}-{self.done + 1}-{phase}"
-        if f"{RANK}:{self.done + 1}:{phase}" in DEATHS and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        """Here, in the step that is next, if the plan says so; in a forward pass once all ranks have come to it."""
+        at = f"{self.done + 1}:{phase}"
+        for death in DEATHS:
+            mark = DIRECTORY / f"died-{death.replace(':', '-')}"
+            if death.endswith(f":{at}") and not mark.exists():
+                if phase == "fwd":
+                    dist.barrier()
+                if death == f"{RANK}:{at}":
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     def step_begin(self) -> None:
         if LEFT_OUT != "step_begin":
