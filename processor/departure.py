@@ -49,8 +49,9 @@ _BUFFERED = (io.TextIOBase, io.BufferedIOBase)
 USERS_S = 1.0
 """How long what the user has given to `TFTRegister.on_leave` may take, in all."""
 
-FLUSH_S = 2.0
-"""How long flushing may take at the end: a terminal or a log takes some milliseconds."""
+FLUSH_S, FLUSHES_MAX = 2.0, 5
+"""How long flushing may take at the end (a terminal or a log takes some milliseconds), and how often as long again if
+it goes on, on a machine that has no time for it."""
 
 LOOK_UP_S = 5.0
 """How long a rank without a controller looks for the record of how its job has ended; a file system may hang."""
@@ -321,10 +322,12 @@ class Departure:
         none can be once the interpreter shuts down. False, and no end, if that is so already.
         """
         hurry, go, flushed, called, pid = *(threading.Event() for _ in range(4)), os.getpid()
+        flushing: list[int] = []
         if seconds == 0.0:
             hurry.set()
 
         def tell() -> None:
+            flushing.append(threading.get_native_id())
             go.wait()
             self.announce()
             flush()
@@ -348,7 +351,10 @@ class Departure:
                             child.kill()
                 finally:
                     go.set()
-                    if flushed.wait(FLUSH_S) and self._users:
+                    for _ in range(FLUSHES_MAX):
+                        if flushed.wait(FLUSH_S) or not any(map(_is_awake, flushing)):
+                            break
+                    if flushed.is_set() and self._users:
                         called.wait(USERS_S)
                 self._last()
             finally:
@@ -396,10 +402,13 @@ def wait_out(wait: Callable[[float | None], bool], seconds: float | None, asleep
 
 def _awake() -> bool:
     """Whether any thread but this one runs or waits for a disk."""
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", "rb") as file:
-            if int(thread) != threading.get_native_id() and file.read().rpartition(b") ")[2][:1] in b"RD":
-                return True
+    others = {*map(int, os.listdir("/proc/self/task"))} - {threading.get_native_id()}
+    return any(map(_is_awake, others))
+
+
+def _is_awake(thread: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2][:1] in b"RD"
     return False
 
 
