@@ -241,6 +241,7 @@ class Habits:
     step and the next one, in words. names_go_back: the loop has called a step what is no later than the one before.
     passes: backward passes in a step, 0 where that number changes, None where it is not known. constants: digests of
     tensors in attributes that the loop has not changed. data: digest of what the loader iterates over; "": not seen.
+    draws: whether random numbers are drawn between the end of each step and the begin of the next one; None: not known.
     """
 
     after_copy: StoredLate = field(default_factory=dict)
@@ -251,6 +252,7 @@ class Habits:
     passes: Number | None = None
     constants: Mapping[str, str] = field(default_factory=dict)
     data: str = ""
+    draws: bool | None = None
 
     @staticmethod
     def read(said: Any, path: str) -> Habits:

@@ -61,12 +61,14 @@ class LoopHabits:
         self.names_go_back = False
         self.data = ""
         self.passes = BackwardPasses()
+        self.draws: bool | None = None
+        self._drew = 0
         self._say = say
 
     def learn(self, habits: Habits) -> None:
         """Those of the run that is resumed."""
         self.early_reasons, self.names_go_back = [*habits.early_reasons], habits.names_go_back
-        self.passes, self.data = BackwardPasses(habits.passes), habits.data
+        self.passes, self.data, self.draws = BackwardPasses(habits.passes), habits.data, habits.draws
 
     def iterates_over(self, data: str) -> bool:
         """The loader's digest (see `data_digest`). False if the run that is resumed had another one."""
@@ -78,6 +80,17 @@ class LoopHabits:
         """Something moves between an early end of a step and the next one."""
         self.early_reasons = [reason]
         self._say()
+
+    def begins(self, *, drew: bool) -> None:
+        """A step begins. drew: random numbers since the end of the one before, as a loader does that is asked here."""
+        before = self.draws
+        self._drew += drew
+        if not drew:
+            self.draws = False
+        elif before is None and self._drew > 1:  # an evaluation, say, draws once in a while
+            self.draws = True
+        if self.draws is not before:
+            self._say()
 
     def names_went_back(self) -> None:
         """The loop has called a step what is no later than the one before."""

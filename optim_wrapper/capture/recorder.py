@@ -182,6 +182,10 @@ class StepRecorder:
             moved.append("the optimizer's hyperparameters")
         return moved
 
+    def drawn_early(self) -> str:
+        """What has drawn random numbers since the last step's end, in a loop that does so before each step's begin."""
+        return self._drawn_since(self._step, SlotKind.COMMITTED) if self.loop.draws else ""
+
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
         return self.buffers.captured
@@ -389,6 +393,7 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
+            drawn = self.attributes.generators.drawn()
             own = self.attributes.document()
             moved += filter(None, [attributes.differing(self._attributes_ended, own)])
             said = self._document_of(self.named) + local + own
@@ -398,6 +403,8 @@ class StepRecorder:
                 return said + step_document.begun(moved) + self._of_all
 
             self._box.committed_again(self._step, document)
+            if expected:
+                self.loop.begins(drew=drawn != "" or any(name.startswith("rng/") for name in moved))
         if moved and self.source is not None:
             self.source.copy_again()
         if moved and not self.loop.early_reasons:
@@ -504,6 +511,7 @@ class StepRecorder:
             early_reasons=loop.early_reasons,
             names_go_back=loop.names_go_back,
             passes=loop.passes.usual,
+            draws=loop.draws,
             constants=self._constants or {},
             data=loop.data,
         )

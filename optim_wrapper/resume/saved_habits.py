@@ -26,6 +26,7 @@ def habits_for(rank: int | None, manifest: Manifest) -> Habits:
         after_copy=_newest(one.after_copy for one in every.values()),
         after_update=_newest(one.after_update for one in every.values()),
         updates=max((one.updates for one in every.values()), default=0),
+        draws=any(one.draws for one in every.values()) or None,
     )
 
 

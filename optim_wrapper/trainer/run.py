@@ -218,7 +218,8 @@ class Run:
         """A loop of the user's own begins a step here: the streams are put back, or the copies taken once more."""
         resumed, self._not_begun = self._not_begun, None
         if resumed is not None and resumed.regions and not self.begun:
-            self._not_exact(*own_loop.moved_too_early(self.recorder.moved_since()))
+            early = [*self.recorder.moved_since(), *filter(None, [self.recorder.drawn_early()])]
+            self._not_exact(*own_loop.moved_too_early(early))
             generators = resumed.at_step.before_the_loop._replace(values={})
             self.recorder.put_back(resumed.regions, generators, last=False)
         self._says_begin, ended, self._ended = True, self._ended, False

@@ -204,3 +204,29 @@ def test_the_block_of_a_step_ends_it_unless_an_exception_leaves_it(
         with pytest.raises(ValueError), tft.step(2, 2):
             raise ValueError
         assert ended == [(2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("drew", "draws"),
+    [
+        ([True], None),
+        ([True, True], True),
+        ([True, True, True, False], False),
+        ([False, True, True], False),
+    ],
+    ids=["once", "twice, and every time", "not every time", "not the first time"],
+)
+def test_a_loop_draws_before_each_step_if_it_has_done_so_in_every_one_but_one_may_be_chance(
+    rank: Rank, drew: list[bool], draws: bool | None
+) -> None:
+    """As it does where a batch is fetched before `step_begin()`, and its data set draws."""
+    for step, drawn in enumerate(drew, 1):
+        rank.end_early(step)
+        if drawn:
+            draw(rank)
+        rank.recorder.look_again(expected=True)
+    assert rank.recorder.loop.draws is draws
+    with BoxReader(rank.box) as box:
+        assert box.facts().get("draws") is draws
+    draw(rank)
+    assert rank.recorder.drawn_early() == ("rng/torch" if draws else "")
