@@ -55,14 +55,14 @@ def _user_names(count: int, newest: str) -> list[str]:
     There are thousands. Those that were judged before are not touched: in a fork that would copy them, one by one.
     """
     last = next(reversed(_judged), "")
-    new = [*takewhile(lambda name: name != last, reversed(sys.modules))]
+    new = [*takewhile(last.__ne__, reversed(sys.modules))]  # at once: another thread may import meanwhile
     if len(new) == len(sys.modules):  # the last one that was judged is gone
         _judged.clear()
     for name in reversed(new):
         _judged.pop(name, None)
         if isinstance(module := sys.modules.get(name), types.ModuleType):
             _judged[name] = is_of_the_user(vars(module))
-    return [name for name, users in _judged.items() if users]
+    return [name for name, users in [*_judged.items()] if users]
 
 
 def program_files() -> list[str]:
