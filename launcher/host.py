@@ -363,8 +363,9 @@ class Host:
 
     def _clear_up(self) -> None:
         """What ranks of the generation before have left behind would meet those of the next one."""
-        for pid, name in end_orphans(self._sessions, self._own):
-            self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
+        for pid, name in end_orphans(self._sessions, {*self._own, *self._served}):
+            if self._forks.look() is None:  # else it may be a fork that is not known yet
+                self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
         self._sessions.clear()
         self._served.clear()
 

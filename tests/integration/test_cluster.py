@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,12 @@ RANKS = 3
 STEPS = 150
 WAIT_S = 500.0
 """Many times what a whole run takes."""
+
+
+def signal_each(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Cluster:
@@ -95,10 +103,14 @@ class Cluster:
         return int(path.read_text().split("\n")[-2].split()[0]) if path.exists() and path.stat().st_size else 0
 
     def kill(self, *processes: harness.Process) -> None:
+        """At once: all are stopped first, else a rank that dies a moment later saves what it has."""
+        stopped = [int(line.split()[0]) for process in processes for line in process.job.processes()]
+        signal_each(stopped, signal.SIGSTOP)
         for process in processes:
             process.kill()
         for process in processes:
             assert process.wait(WAIT_S) == -signal.SIGKILL, self.said()
+        signal_each(stopped, signal.SIGCONT)  # what does not die with its launcher sees that that is gone
 
     def finish(self, undisturbed: Path) -> None:
         """All come to their end, with what that directory has."""

@@ -451,6 +451,8 @@ class Threading:
     def get_ident(self) -> int:
         return id(self._scheduler.current)
 
+    get_native_id = get_ident
+
     def main_thread(self) -> Any:
         return self._main
 
