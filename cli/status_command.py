@@ -19,10 +19,9 @@ from rich.text import Text
 from lastwords.checkpoint.line_file import read_end
 from lastwords.cli import tables
 from lastwords.clock import mono_s
-from lastwords.controller import handover
-from lastwords.controller.query import query_state
+from lastwords.controller.query import find_controller, query_state
 from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE, sentence
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.errors import UnavailableError
 from lastwords.launcher import recovery
 from lastwords.state import ControllerState, RankState
 
@@ -31,20 +30,6 @@ RECENT = 5
 
 PACE_LOOKS = 10
 """Looks over which steps per second are counted."""
-
-
-def find_controller() -> str:
-    """Address of the one controller of this user on this host.
-
-    Raises UnavailableError if there is none, ConfigError naming all if there are several.
-    """
-    running = handover.running_here()
-    if not running:
-        raise UnavailableError("no controller of this user runs on this host; specify one: --controller HOST:PORT")
-    if len(running) > 1:
-        known = ", ".join(f"{record.address} (job {record.job})" for record in running)
-        raise ConfigError(f"several controllers run here, choose one with --controller: {known}")
-    return running[0].address
 
 
 def status(address: str | None, *, as_json: bool) -> None:
