@@ -92,7 +92,9 @@ def _item(healed: Event | None, incident: Event | None, words: str) -> dict[str,
     seconds = {key: round(value, 4) for key, value in _phases(events, zero_s).items()}
     last = _last_of(events)
     return {
-        "key": f"{incident['job']}.{incident['generation']}.{incident['incident']}" if incident is not None else f"at {died_s}",
+        "key": f"{incident['job']}.{incident['generation']}.{incident['incident']}"
+        if incident is not None
+        else f"at {died_s}",
         "healed": healed is not None,
         "outcome": str(record["outcome"]),
         "cause": cause(events, record.get("cause_ranks", ())),

@@ -16,9 +16,9 @@ from typing import Any
 DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars"
-).split()
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 LIMIT_S = 30.0
 
 
@@ -43,8 +43,9 @@ class Browser:
         return self._ask("/execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector: str) -> str:
-        """Of one element."""
-        return str(self.run("return (document.querySelector(arguments[0]) || {}).innerText || ''", selector))
+        """Of one element, as far as it is shown."""
+        script = "const e = document.querySelector(arguments[0]); return e && e.checkVisibility() ? e.innerText : ''"
+        return str(self.run(script, selector))
 
     def wait(self, what: Callable[[Browser], Any], why: str, limit_s: float = LIMIT_S) -> Any:
         """What `what` returns, as soon as that is true."""
@@ -92,7 +93,9 @@ def browser(folder: Path) -> Iterator[Browser]:
             time.sleep(0.05)
         port = said.rpartition("successfully on port ")[2].split(".")[0]
         options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={folder / 'profile'}"]}
-        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}}
+        wanted = {
+            "capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}
+        }
         base = f"http://127.0.0.1:{port}/session"
         request = urllib.request.Request(base, json.dumps(wanted).encode(), {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:

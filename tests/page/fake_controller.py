@@ -43,7 +43,11 @@ class FakeController:
         try:
             yield self
         finally:
-            self._server.stop(None).wait()
+            self.stop()
+
+    def stop(self) -> None:
+        """Nobody answers any more."""
+        self._server.stop(None).wait()
 
 
 def rank_of(rank: int, step: int, phase: Phase = Phase.COMPUTING, *, per_host: int = 8, **more: Any) -> RankState:
@@ -55,7 +59,13 @@ def rank_of(rank: int, step: int, phase: Phase = Phase.COMPUTING, *, per_host: i
 
 
 def state_of(
-    ranks: int, step: int = 1000, *, seed: int = 0, stage: str = "watching", open_: OpenIncident | None = None, **more: Any
+    ranks: int,
+    step: int = 1000,
+    *,
+    seed: int = 0,
+    stage: str = "watching",
+    open_: OpenIncident | None = None,
+    **more: Any,
 ) -> ControllerState:
     """A job in which everybody trains. more: fields of ControllerState."""
     found = tuple(rank_of(rank, step, LETTERS[(rank * 7 + seed * 3) // 5 % 4]) for rank in range(ranks))
