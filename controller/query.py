@@ -24,7 +24,10 @@ def find_controller(root: Path | None = None) -> str:
     if root is not None:
         running = [record for record in running if Path(record.log).parent == root.resolve() / LOG_DIRECTORY]
     if not running:
-        raise UnavailableError("no controller of this user runs on this host; specify one: --controller HOST:PORT")
+        which = "" if root is None else f" that saves in {root}"
+        raise UnavailableError(
+            f"no controller of this user{which} runs on this host; specify one: --controller HOST:PORT"
+        )
     if len(running) > 1:
         known = ", ".join(f"{record.address} (job {record.job})" for record in running)
         raise ConfigError(f"several controllers run here, choose one with --controller: {known}")

@@ -183,6 +183,9 @@ class Watch:
             )
             self._steps, self._bytes = Rate(), Rate()
         else:
+            told = before.state
+            if told is None or told.generation != state.generation or newest_step(told) == 0:
+                self._steps = Rate()  # a resume is no progress
             written = state.open.written_bytes if state.open is not None else 0
             look = dataclasses.replace(
                 before,

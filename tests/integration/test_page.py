@@ -19,7 +19,7 @@ from lastwords.state import OpenIncident
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Rig
 from tests.integration.served import Events, Page, file_of, reading, served, until
-from tests.page.browser import CHROMIUM, DRIVER, browser
+from tests.integration.browser import CHROMIUM, DRIVER, browser
 from tests.page.fake_controller import FakeController, rank_of, state_of
 from tests.selection import usually
 
