@@ -188,7 +188,8 @@ def serve(watch: Watch, host: str, port: int, token: str | None) -> str:
         raise ConfigError(f"{host} can be reached from other hosts: give a file with a token, --token-file")
     where = f"http://{host_port(host, address[1])}/"
     _log.warning("serving on %s; Ctrl-C ends it", where)
-    names = frozenset(name.lower() for name in (host, "localhost", socket.gethostname(), socket.getfqdn()))
+    here = socket.gethostname().lower()
+    names = frozenset((host.lower(), "localhost", here, here.partition(".")[0]))
     config = uvicorn.Config(
         application(watch, names, token),
         http="h11",

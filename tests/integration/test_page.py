@@ -16,10 +16,12 @@ import pytest
 from lastwords.controller.spec import TOKEN_VARIABLE
 from lastwords.page.watch import STREAMS_MAX
 from lastwords.state import OpenIncident
+from tests.integration.browser import CHROMIUM, DRIVER, browser
+from tests.integration.harness import Cluster
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Rig
 from tests.integration.served import Events, Page, file_of, reading, served, until
-from tests.integration.browser import CHROMIUM, DRIVER, browser
+from tests.integration.trouble import Trouble, build
 from tests.page.fake_controller import FakeController, rank_of, state_of
 from tests.selection import usually
 
@@ -64,6 +66,38 @@ def test_a_job_that_is_killed_is_watched_from_before_its_start_until_after_its_e
         text = page.ask("/metrics")[1].decode()
         assert 'lastwords_incidents_total{cause="death",outcome="SAVED"} 1.0' in text
         assert "lastwords_controller_up 0.0" in text
+
+
+@pytest.fixture
+def slow_rig(references: Path, tmp_path: Path) -> Iterator[Rig]:
+    """Jobs whose calls can be made to take a second each."""
+    library = build(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler")
+    with Cluster(preload=library) as cluster:
+        rig = Rig(cluster, tmp_path, references)
+        try:
+            yield rig
+        finally:
+            rig.close()
+
+
+@pytest.mark.thorough
+def test_on_a_slow_disk_an_incident_is_seen_with_what_is_written(slow_rig: Rig) -> None:
+    root = slow_rig.directory / "checkpoints"
+    slow = Trouble(("write", "fsync"), "", 1000, 0.0, 600)
+    env = slow.prepare(slow_rig.directory / "trouble", root)
+    with served(str(root)) as page, reading(page) as (events,):
+        dies = Fault(1, 5, "forward", ("await:watched", slow.action, "kill"))
+        launch = slow_rig.launch(Layout(epochs=3), faults=[dies], env=env)
+        until(lambda: events.state and events.state["live"] and events.state["step"] == 4, "step 4")
+        (launch.directory / "mark-watched").touch()
+        until(lambda: (events.state["open"] or {}).get("bytes"), "bytes that are written")
+        assert events.state["phase"][1] == "X"
+        assert [row["kind"] for row in events.state["odd"]][:1] == ["dead"]
+        assert b"lastwords_incident_open 1.0" in page.ask("/metrics")[1]
+        launch.finish()
+        until(lambda: events.state["newest"] and not events.state["open"], "the end")
 
 
 def test_a_controller_that_comes_back_is_seen(fake: FakeController, page: Page) -> None:
