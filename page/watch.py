@@ -27,6 +27,11 @@ from lastwords.page.incidents import Incidents
 from lastwords.state import ControllerState
 
 EVERY_S = 1.0
+EVERY_MAX_S = 15.0
+ANSWER_TIMES = 10
+"""A look comes after EVERY_S, or so many times as long as the answer took: of 16 384 ranks that is half a second's work
+for the controller."""
+
 FULL_EVERY = 30
 """Of so many messages the first is a whole state; the others have what has changed."""
 
@@ -155,6 +160,7 @@ class Watch:
         self._files: Files | None = None
         self._root, self._address, self._token = root, address, token
         self._asked_mono_s = float("-inf")
+        self._pause_s = EVERY_S
         self._asking = asyncio.Lock()
         self._wanted = asyncio.Event()
         self._reading: asyncio.Task[Found] | None = None
@@ -167,13 +173,13 @@ class Watch:
     async def fresh(self) -> Look:
         """A look that is at most about EVERY_S old; whoever comes meanwhile waits for the same one."""
         async with self._asking:
-            if clock.mono_s() - self._asked_mono_s >= EVERY_S:
+            if clock.mono_s() - self._asked_mono_s >= self._pause_s:
                 self._asked_mono_s = clock.mono_s()
                 self.look = await self._next()
         return self.look
 
     async def _next(self) -> Look:
-        now_s, before = clock.mono_s(), self.look
+        now_s, before, self._pause_s = clock.mono_s(), self.look, EVERY_S
         try:
             address, state = await asyncio.to_thread(self._ask)
         except (UnavailableError, ConfigError, ProtocolError) as error:
@@ -183,6 +189,7 @@ class Watch:
             )
             self._steps, self._bytes = Rate(), Rate()
         else:
+            self._pause_s = min(max(EVERY_S, ANSWER_TIMES * (clock.mono_s() - now_s)), EVERY_MAX_S)
             told = before.state
             if told is None or told.generation != state.generation or newest_step(told) == 0:
                 self._steps = Rate()  # a resume is no progress
@@ -245,7 +252,7 @@ class Watch:
         """Looks as long as there are browsers; ends by being cancelled."""
         for count in _from_one():
             await self._wanted.wait()
-            await asyncio.sleep(max(0.0, self._asked_mono_s + EVERY_S - clock.mono_s()))
+            await asyncio.sleep(max(0.0, self._asked_mono_s + self._pause_s - clock.mono_s()))
             self.tell(await self.fresh(), whole=count % FULL_EVERY == 0)
 
     def tell(self, look: Look, *, whole: bool) -> None:

@@ -11,7 +11,7 @@ const OUTCOMES = {SAVED: ["saved", "good"], NOT_SAVED: ["NOT SAVED", "bad"], NOT
   FALSE_ALARM: ["false alarm", "good"], RECOVERED: ["recovered", "good"]};
 const BARS = {trains: "trains", parked: "parked: its weights do not change", saves: "writes the checkpoint", dead: "dead", starts: "starts again, resumes"};
 const CELL_MIN = 12, CELL_MAX = 26, LABEL = 58, GAP = 12, QUIET_MS = 20000, INCIDENTS_MAX = 30;
-let state = null, skew = 0, items = new Map(), after = 0, asking = false, cells = [], picked = -1, drawn = "";
+let state = null, skew = 0, items = new Map(), after = 0, asking = false, cells = [], picked = -1, drawn = "", root = "";
 
 // ---------------------------------------------------------------- words
 const put = (id, text) => { const e = $(id); if (e.textContent !== String(text)) e.textContent = text; };
@@ -108,6 +108,7 @@ function render() {
   put("newest", newest ? `${span(now() - newest.unix_s)} old` : "none");
   renderOpen(s, newest);
   draw(); renderLegend(s); renderOdd(s, known); renderCheckpoints(s);
+  if (s.root !== root) { root = s.root; after = 0; items.clear(); $("incidents").replaceChildren(); }
   if (s.newest !== after) fetchIncidents(s.newest);
 }
 function renderOpen(s, newest) {

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 
 from lastwords.page.columns import Look
 from lastwords.page.watch import UNREAD_MAX, Files, Stream, Watch
+from lastwords.state import ControllerState
 from tests.checkpoint.states import Job
 from tests.page.fake_controller import state_of
 from tests.page.test_incidents import RECOVERED, SAVED
@@ -86,6 +90,51 @@ def test_a_browser_that_does_not_read_is_dropped_and_the_others_are_not() -> Non
             assert [message async for message in slow] == []
 
     asyncio.run(course())
+
+
+class Clock:
+    """Seconds that pass only where somebody says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr("lastwords.page.watch.clock.mono_s", lambda: self.now_s)
+
+
+class Told(Watch):
+    """Of a controller that says these states in turn, and takes so long for each."""
+
+    def __init__(self, clock: Clock, states: Iterable[ControllerState], takes_s: float = 0.01) -> None:
+        super().__init__(None, "node:1")
+        self._clock, self._states, self._takes_s = clock, iter(states), takes_s
+
+    def _ask(self) -> tuple[str, ControllerState]:
+        self.requests += 1
+        self._clock.now_s += self._takes_s
+        return "node:1", next(self._states)
+
+    def looks(self, count: int, apart_s: float) -> list[Look]:
+        """At so many instants."""
+        found = []
+        for _ in range(count):
+            found.append(asyncio.run(self.fresh()))
+            self._clock.now_s += apart_s
+        return found
+
+
+def test_a_controller_is_asked_once_a_second_and_one_that_answers_slowly_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for takes_s, requests in ((0.01, 4), (0.5, 1)):
+        watch = Told(Clock(monkeypatch), repeat(state_of(4)), takes_s)
+        watch.looks(8, apart_s=0.5)
+        assert watch.requests == requests
+
+
+def test_that_a_job_has_resumed_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, begun = state_of(4, step=80), replace(state_of(4, step=0), generation=2)
+    after = [replace(state_of(4, step=step), generation=2) for step in (85, 87)]
+    rates = [look.steps_per_s for look in Told(Clock(monkeypatch), (before, begun, *after)).looks(4, apart_s=1.99)]
+    assert rates == [None, None, None, pytest.approx(1.0)]
 
 
 def test_who_comes_gets_the_whole_state_first_and_nothing_is_sent_when_nothing_has_changed() -> None:
