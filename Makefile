@@ -50,7 +50,7 @@ install venv: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo,page]'
 	@touch $@
 
 demo: $(READY)

@@ -110,6 +110,14 @@ def build_parser() -> argparse.ArgumentParser:
     top.add_argument("--controller", metavar="HOST:PORT", help="as of status")
     top.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="pause between looks (default: 1)")
     top.add_argument("--frames", type=int, default=0, metavar="N", help="end after N looks (default: never)")
+    what = "show a job in a browser and to Prometheus, on this host: docs/watching.md; ends with Ctrl-C"
+    serve = bare("serve", what)
+    serve.add_argument("path", type=Path, nargs="?", metavar="PATH", help="the directory that holds the checkpoints")
+    serve.add_argument("--controller", metavar="HOST:PORT", help="as of status")
+    serve.add_argument("--http", default="127.0.0.1:8090", metavar="HOST:PORT", help="default: 127.0.0.1:8090")
+    serve.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="what a browser has to know; needed off loopback"
+    )
     what = "start the controller of a running job again, on the host where it was killed: docs/troubleshooting.md"
     controller = bare("controller", what)
     controller.add_argument(
@@ -205,6 +213,11 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
         from lastwords.cli.status_command import top
 
         top(arguments.controller, every_s=arguments.every, frames=arguments.frames)
+        return ExitCode.OK
+    if arguments.command == "serve":
+        from lastwords.cli.serve_command import serve
+
+        serve(arguments)
         return ExitCode.OK
     if arguments.command == "controller":
         return _recovered(arguments)

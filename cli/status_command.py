@@ -8,7 +8,6 @@ import itertools
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,32 +18,15 @@ from rich.text import Text
 from lastwords.checkpoint.line_file import read_end
 from lastwords.cli import tables
 from lastwords.clock import mono_s
-from lastwords.controller import handover
-from lastwords.controller.query import query_state
+from lastwords.controller.query import find_controller, query_state
 from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE, sentence
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.errors import UnavailableError
 from lastwords.launcher import recovery
+from lastwords.page.columns import Rate, newest_step
 from lastwords.state import ControllerState, RankState
 
 RECENT = 5
 """Incidents and recoveries that are shown."""
-
-PACE_LOOKS = 10
-"""Looks over which steps per second are counted."""
-
-
-def find_controller() -> str:
-    """Address of the one controller of this user on this host.
-
-    Raises UnavailableError if there is none, ConfigError naming all if there are several.
-    """
-    running = handover.running_here()
-    if not running:
-        raise UnavailableError("no controller of this user runs on this host; specify one: --controller HOST:PORT")
-    if len(running) > 1:
-        known = ", ".join(f"{record.address} (job {record.job})" for record in running)
-        raise ConfigError(f"several controllers run here, choose one with --controller: {known}")
-    return running[0].address
 
 
 def status(address: str | None, *, as_json: bool) -> None:
@@ -69,7 +51,7 @@ def top(address: str | None, *, every_s: float, frames: int = 0) -> None:
     """
     console = tables.console()
     shown: list[RenderableType] = []
-    pace = Pace()
+    pace = Rate()
     with contextlib.ExitStack() as screen, contextlib.suppress(KeyboardInterrupt):
         live = (
             screen.enter_context(Live(console=console, screen=True, auto_refresh=False))
@@ -84,7 +66,7 @@ def top(address: str | None, *, every_s: float, frames: int = 0) -> None:
             except UnavailableError as error:
                 note = f"{error}; trying again"
             else:
-                shown = view_of(found, state, pace.of(state, mono_s()))
+                shown = view_of(found, state, pace.of(newest_step(state), mono_s()))
             parts = [*shown, *([tables.plain(note, "yellow")] if note else [])]
             if live is None:
                 for part in parts:
@@ -96,34 +78,11 @@ def top(address: str | None, *, every_s: float, frames: int = 0) -> None:
             time.sleep(every_s)
 
 
-class Pace:
-    """Steps per second of a job that is asked again and again."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=PACE_LOOKS)
-
-    def of(self, state: ControllerState, now_s: float) -> str:
-        """As text; empty while it is not known.
-
-        >>> from lastwords.vocabulary import Phase, Stand
-        >>> pace, at = Pace(), lambda step: ControllerState("j", 0, 1, 1, 0, "training", 0, "", (
-        ...     RankState(0, None, Stand(Phase.COMPUTING, step), True, False, 0.0),))
-        >>> pace.of(at(10), 1.0), pace.of(at(30), 5.0), pace.of(at(7), 6.0)
-        ('', '5.00', '')
-        """
-        step = max((rank.stand.step for rank in state.ranks if rank.stand is not None), default=0)
-        if self._seen and step < self._seen[-1][1]:
-            self._seen.clear()
-        self._seen.append((now_s, step))
-        (begin_s, first), (end_s, last) = self._seen[0], self._seen[-1]
-        return f"{(last - first) / (end_s - begin_s):.2f}" if end_s > begin_s else ""
-
-
-def view_of(address: str, state: ControllerState, pace: str = "") -> list[RenderableType]:
+def view_of(address: str, state: ControllerState, pace: float | None = None) -> list[RenderableType]:
     """What is printed of a state. pace: steps per second."""
     columns = ("rank", "process", "host", "stands at", "work", "heard", "")
     rows = [_row(rank) for rank in state.ranks]
-    facts = _facts(address, state) + ([("pace", f"{pace} steps/s")] if pace else [])
+    facts = _facts(address, state) + ([("pace", f"{pace:.2f} steps/s")] if pace is not None else [])
     facts += [("recent", "\n".join(found))] if (found := newest_incidents(Path(state.incidents))) else []
     return [
         tables.facts(facts),

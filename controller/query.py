@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from lastwords import codec, descriptors
 from lastwords.controller import handover
-from lastwords.controller.spec import TOKEN_VARIABLE
+from lastwords.controller.spec import LOG_DIRECTORY, TOKEN_VARIABLE
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.state import ControllerState
 from lastwords.transport import call_metadata, channel_options, grpc, host_port
 
 QUERY_TIMEOUT_S = 5.0
+
+
+def find_controller(root: Path | None = None) -> str:
+    """Address of the one controller of this user on this host; of one that saves in `root`, where that is given.
+
+    Raises UnavailableError if there is none, ConfigError naming all if there are several.
+    """
+    running = handover.running_here()
+    if root is not None:
+        running = [record for record in running if Path(record.log).parent == root.resolve() / LOG_DIRECTORY]
+    if not running:
+        which = "" if root is None else f" that saves in {root}"
+        raise UnavailableError(
+            f"no controller of this user{which} runs on this host; specify one: --controller HOST:PORT"
+        )
+    if len(running) > 1:
+        known = ", ".join(f"{record.address} (job {record.job})" for record in running)
+        raise ConfigError(f"several controllers run here, choose one with --controller: {known}")
+    return running[0].address
 
 
 def query_state(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ class _Seen:
     process: ProcessId
     stand: Stand
     heard_mono_s: float
+    units: tuple[str, ...]
     dead: bool = False
     explained: bool = False
     status: Status | None = None
@@ -59,7 +61,7 @@ class Roster:
         self._session_of[hello.rank] = session
         known = self._seen.get(hello.rank)
         dead = known is not None and known.dead and known.process == hello.process  # its last words may come late
-        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s, dead)
+        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s, hello.units, dead)
 
     def unbind(self, session: PeerSession) -> list[int]:
         """A session is over; returns the ranks that have none now, sorted."""
@@ -96,14 +98,18 @@ class Roster:
 
     def views(self, now_s: float, slower: Mapping[int, float] = MappingProxyType({})) -> tuple[RankState, ...]:
         """All ranks of the job as people see them. slower: by how much, those that are slower than their peers."""
-        return tuple(self._view(rank, now_s, slower.get(rank, 0.0)) for rank in range(self._world_size))
+        holders = Counter(unit for seen in self._seen.values() if not seen.dead for unit in seen.units)
+        alone = {unit for unit, count in holders.items() if count == 1}
+        return tuple(self._view(rank, now_s, slower.get(rank, 0.0), alone) for rank in range(self._world_size))
 
-    def _view(self, rank: int, now_s: float, slower: float) -> RankState:
+    def _view(self, rank: int, now_s: float, slower: float, alone: Set[str]) -> RankState:
         seen = self._seen.get(rank)
         if seen is None:
             return RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0)
         heard_s = max(0.0, now_s - seen.heard_mono_s)
         known, connected, said = (rank, seen.process, seen.stand), rank in self._session_of, seen.status
+        sole_holder = not seen.dead and not alone.isdisjoint(seen.units)
         if said is None or seen.dead:
-            return RankState(*known, connected, seen.dead, heard_s)
-        return RankState(*known, connected, seen.dead, heard_s, said.waits_at, said.stands_at, said.work_s, slower)
+            return RankState(*known, connected, seen.dead, heard_s, sole_holder=sole_holder)
+        where = said.waits_at, said.stands_at
+        return RankState(*known, connected, seen.dead, heard_s, *where, said.work_s, slower, sole_holder)

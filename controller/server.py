@@ -415,5 +415,6 @@ class ControllerShell:
                 summary=summary,
                 ranks=self._roster.views(now_s, self._core.slower) if with_ranks else (),
                 incidents=str(self._spec.incidents_path),
+                open=self._timeline.under_way(now_s),
             )
         )

@@ -29,6 +29,7 @@ from lastwords.controller.events import (
     VerifyBlocked,
     VerifyFailed,
 )
+from lastwords.state import OpenIncident
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
@@ -41,6 +42,7 @@ from lastwords.vocabulary import (
     Save,
     Saved,
     SaveFailed,
+    SaveProgress,
     Settled,
     Signalled,
     Stack,
@@ -65,6 +67,8 @@ class _Incident:
     events: list[dict[str, Any]] = field(default_factory=list)
     seen: set[tuple[str, int]] = field(default_factory=set)
     saved_bytes: dict[int, int] = field(default_factory=dict)
+    attempt: int = 0
+    written_bytes: dict[int, int] = field(default_factory=dict)
     writers: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -92,9 +96,12 @@ class Timeline:
             case Settled(rank=rank, incident=incident, stand=stand) if self._is_open(incident):
                 if self._first("settled", rank):
                     self.note("settled", now_s, rank=rank, stand=str(stand))
+            case SaveProgress(incident=incident, attempt=attempt) if self._is_open(incident):
+                self._note_written(report.rank, attempt, report.bytes_written)
             case Saved(rank=rank, incident=incident, attempt=attempt, bytes_written=count) if self._is_open(incident):
                 assert self._open is not None
                 self._open.saved_bytes[rank] = count
+                self._note_written(rank, attempt, count)
                 self.note("saved", now_s, rank=rank, attempt=attempt, bytes=count)
             case SaveFailed(rank=rank, incident=incident, attempt=attempt) if self._is_open(incident):
                 self.note("save_failed", now_s, rank=rank, attempt=attempt, reason=report.reason[:200])
@@ -106,6 +113,21 @@ class Timeline:
                 self.note("signalled", now_s, rank=rank, signal=number)
             case _:
                 pass
+
+    def _note_written(self, rank: int, attempt: int, count: int) -> None:
+        """Only the newest attempt counts."""
+        assert self._open is not None
+        if attempt > self._open.attempt:
+            self._open.attempt, self._open.written_bytes = attempt, {}
+        if attempt == self._open.attempt:
+            self._open.written_bytes[rank] = count
+
+    def under_way(self, now_s: float) -> OpenIncident | None:
+        """The incident that has begun and not ended, for people."""
+        if self._open is None:
+            return None
+        since_s = now_s - self._open.known_mono_s
+        return OpenIncident(self._open.reason, since_s, sum(self._open.written_bytes.values()))
 
     def note_storage(self, event: Event, now_s: float) -> None:
         """An answer about files. Those of a periodic checkpoint belong to no incident."""

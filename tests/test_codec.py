@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lastwords import codec, vocabulary
 from lastwords._pb import lastwords_pb2 as pb
 from lastwords.errors import ProtocolError
-from lastwords.state import ControllerState, RankState
+from lastwords.state import ControllerState, OpenIncident, RankState
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
@@ -140,11 +140,13 @@ def test_the_envelopes_carry_every_report_and_order_and_nothing_else() -> None:
 def test_the_state_of_a_controller_survives_the_trip() -> None:
     seen = RankState(0, PROCESS, Stand(Phase.READY, 8), connected=True, dead=False, heard_s=0.25)
     seen = dataclasses.replace(seen, waits_at="train.py:41", stands_at="data.py:7", work_s=0.041, slower=0.5)
+    seen = dataclasses.replace(seen, sole_holder=True)
     unseen = RankState(1, None, None, connected=False, dead=False, heard_s=-1.0)
     state = ControllerState(
         "job", 3, 2, 77, 12.5, "registering", 0, "1 of 2 ranks are here", (seen, unseen), "/c/logs/x"
     )
-    assert codec.state_from_bytes(codec.state_to_bytes(state)) == state
+    for one in (state, dataclasses.replace(state, open=OpenIncident("", 0.0, 0))):
+        assert codec.state_from_bytes(codec.state_to_bytes(one)) == one
 
 
 # ------------------------------------------------------------------ everything else

@@ -110,7 +110,7 @@ def test_every_command_that_exists_is_on_the_commands_page_and_parses() -> None:
     shown = set(re.findall(r"^lastwords ([a-z]+)( +PATH)?", COMMANDS, flags=re.MULTILINE))
     usage = build_parser().format_help()
     assert {command for command, _ in shown} == set(re.findall(r"^ {4}([a-z]+)\b", usage, flags=re.MULTILINE))
-    without_json = {("run", ""), ("scheduler", ""), ("worker", ""), ("top", "")}
+    without_json = {("run", ""), ("scheduler", ""), ("worker", ""), ("serve", ""), ("top", "")}
     of_two_paths = {("transform", ""), ("convert", ""), ("export", " PATH"), ("diff", ""), ("upload", " PATH")}
     for command, path in shown - without_json - of_two_paths:
         needed = {"prune": ["--keep", "5"], "controller": ["--recover", "somewhere"]}.get(command, [])

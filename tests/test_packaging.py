@@ -103,7 +103,8 @@ def _source_files() -> set[str]:
     for name, folder in _package_dirs().items():
         for path in (ROOT / folder).glob("*.py"):
             wanted.add(f"{name.replace('.', '/')}/{path.name}")
-    return wanted | {"lastwords/py.typed"}
+    page = {f"lastwords/page/static/{path.name}" for path in (ROOT / "page" / "static").iterdir()}
+    return wanted | page | {"lastwords/py.typed"}
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_FOLDERS = (
     "src/lastwords", "controller", "processor", "optim_wrapper", "sharding", "checkpoint", "liveness", "integrations",
-    "launcher", "cli",
+    "launcher", "cli", "page",
 )  # fmt: skip
 TEST_FOLDERS = ("tests",)
 LINES_MAX = 800
@@ -46,6 +46,8 @@ MAY_READ_WALL_TIME = (
     "controller/timeline.py",
     "launcher/host.py",
     "liveness/leftovers.py",
+    "page/server.py",
+    "page/watch.py",
 )
 """A wall clock jumps. What one does to each of these is shown in tests/test_wall_clock.py."""
 MAY_IMPORT_TORCH = ("launcher/", "optim_wrapper/", "sharding/", "integrations/", "src/lastwords/torch_private.py")

@@ -11,6 +11,7 @@ lists the modules that read the other one. What each of them does after a jump:
     launcher/host.py                      a launcher that runs keeps its socket
     liveness/leftovers.py                 a job with a living rank keeps its files
     cli/retention_commands.py             only shows ages
+    page/server.py, watch.py              only show ages
 """
 
 from __future__ import annotations

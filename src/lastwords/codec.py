@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 from lastwords import vocabulary
 from lastwords._pb import lastwords_pb2 as pb
 from lastwords.errors import ProtocolError
-from lastwords.state import ControllerState, RankState
+from lastwords.state import ControllerState, OpenIncident, RankState
 from lastwords.vocabulary import Order, Phase, ProcessId, Report, Schedule, Stand
 
 PROTOCOL_VERSION = 1
@@ -366,10 +366,15 @@ def state_to_bytes(state: ControllerState) -> bytes:
         summary=clip_text(state.summary),
         incidents=clip_text(state.incidents),
     )
+    if (under_way := state.open) is not None:
+        reply.open.reason = clip_text(under_way.reason)
+        reply.open.since_s, reply.open.written_bytes = under_way.since_s, under_way.written_bytes
+        reply.open.SetInParent()
     for view in state.ranks:
         message = reply.ranks.add(
             rank=view.rank, connected=view.connected, dead=view.dead, heard_s=view.heard_s, work_s=view.work_s,
             slower=view.slower, waits_at=clip_text(view.waits_at), stands_at=clip_text(view.stands_at),
+            sole_holder=view.sole_holder,
         )  # fmt: skip
         if view.process is not None:
             message.process.CopyFrom(_NESTED[ProcessId].encode(view.process))
@@ -393,9 +398,11 @@ def state_from_bytes(raw: bytes) -> ControllerState:
             stands_at=view.stands_at,
             work_s=view.work_s,
             slower=view.slower,
+            sole_holder=view.sole_holder,
         )
         for view in reply.ranks
     )
+    under_way = reply.open if reply.HasField("open") else None
     return ControllerState(
         job=reply.job,
         generation=reply.generation,
@@ -407,4 +414,5 @@ def state_from_bytes(raw: bytes) -> ControllerState:
         summary=reply.summary,
         ranks=ranks,
         incidents=reply.incidents,
+        open=under_way and OpenIncident(under_way.reason, under_way.since_s, under_way.written_bytes),
     )

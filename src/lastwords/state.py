@@ -25,6 +25,17 @@ class RankState:
     """Seconds of a step until it meets the others, the median of the newest ones; 0.0: not known."""
     slower: float = 0.0
     """By this part of its peers' `work_s`, if it is persistently slower than they are."""
+    sole_holder: bool = False
+    """No other living rank holds one of its units."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenIncident:
+    """The incident that is under way. since_s: since it was known; written_bytes: of its newest attempt to save."""
+
+    reason: str
+    since_s: float
+    written_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +55,4 @@ class ControllerState:
     summary: str
     ranks: tuple[RankState, ...]
     incidents: str = ""
+    open: OpenIncident | None = None

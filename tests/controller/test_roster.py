@@ -93,3 +93,14 @@ def test_the_dead_stay_dead_whatever_still_arrives_from_them() -> None:
     another = replace(hello(1), process=ProcessId("h", 2, 2, "n"))
     roster.bind(session(), another, 3.0)
     assert not roster.views(3.0)[1].dead
+
+
+def test_a_rank_is_the_only_holder_of_a_unit_once_no_other_living_rank_holds_it() -> None:
+    roster, one = Roster(4), session()
+    for rank, units in enumerate((("a", "b"), ("a",), ("b",))):
+        roster.bind(one, replace(hello(rank), units=units), 1.0)
+    assert not any(view.sole_holder for view in roster.views(2.0))
+    roster.bury(1)
+    assert [view.rank for view in roster.views(2.0) if view.sole_holder] == [0]
+    roster.bury(0)
+    assert [view.rank for view in roster.views(2.0) if view.sole_holder] == [2], "the dead hold nothing"

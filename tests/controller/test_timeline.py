@@ -8,7 +8,21 @@ from typing import Any
 
 from lastwords.controller.events import Outcome, OutcomeKind, Published, Verified
 from lastwords.controller.timeline import EVENTS_MAX, Timeline, recorded_exit, sentence
-from lastwords.vocabulary import Exit, ExitKind, Freeze, Phase, Raised, Resume, Save, Saved, Settled, Stand, Status
+from lastwords.state import OpenIncident
+from lastwords.vocabulary import (
+    Exit,
+    ExitKind,
+    Freeze,
+    Phase,
+    Raised,
+    Resume,
+    Save,
+    Saved,
+    SaveProgress,
+    Settled,
+    Stand,
+    Status,
+)
 from tests import golden
 
 AT_7 = Stand(Phase.COMPUTING, 7)
@@ -42,6 +56,22 @@ def test_an_incident_begins_when_it_was_known_and_holds_every_event_once() -> No
         "known", "died", "frozen_sent", "settled", "decided", "saved", "verified", "published", "exit_sent",
     ]  # fmt: skip
     assert (record["outcome"], record["step"], record["bytes"], record["cause_ranks"]) == ("SAVED", 7, 5_000_000, [1])
+
+
+def test_people_see_the_incident_that_is_under_way_and_what_its_newest_attempt_has_written() -> None:
+    timeline = Timeline("digits", 2)
+    assert timeline.under_way(9.0) is None
+    timeline.note_order(0, FREEZE, 10.0, WALL_NS)
+    timeline.note_report(SaveProgress(0, 2, 0, 7, 9_999), 10.5)  # of a periodic checkpoint
+    assert timeline.under_way(10.5) == OpenIncident("rank 1 died", 0.5, 0)
+    timeline.note_report(SaveProgress(0, 2, 1, 1, 3_000), 11.0)
+    timeline.note_report(Saved(2, 2, 1, 1, 7, 5_000), 11.5)
+    assert timeline.under_way(12.0) == OpenIncident("rank 1 died", 2.0, 8_000)
+    timeline.note_report(SaveProgress(2, 2, 1, 2, 100), 12.0)
+    timeline.note_report(SaveProgress(0, 2, 1, 1, 4_000), 12.0)  # of one that was given up
+    assert timeline.under_way(12.0) == OpenIncident("rank 1 died", 2.0, 100)
+    timeline.note_order(0, EXIT, 12.5, WALL_NS)
+    assert timeline.under_way(13.0) is None
 
 
 def test_a_periodic_checkpoint_is_no_part_of_an_incident() -> None:

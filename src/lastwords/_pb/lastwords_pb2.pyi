@@ -476,7 +476,7 @@ class StateRequest(_message.Message):
     def __init__(self, without_ranks: bool = ...) -> None: ...
 
 class StateReply(_message.Message):
-    __slots__ = ("job", "generation", "world_size", "pid", "uptime_s", "stage", "incident", "summary", "ranks", "incidents")
+    __slots__ = ("job", "generation", "world_size", "pid", "uptime_s", "stage", "incident", "summary", "ranks", "incidents", "open")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +487,7 @@ class StateReply(_message.Message):
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     INCIDENTS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     job: str
     generation: int
     world_size: int
@@ -497,10 +498,21 @@ class StateReply(_message.Message):
     summary: str
     ranks: _containers.RepeatedCompositeFieldContainer[RankState]
     incidents: str
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., stage: _Optional[str] = ..., incident: _Optional[int] = ..., summary: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., incidents: _Optional[str] = ...) -> None: ...
+    open: OpenIncident
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., stage: _Optional[str] = ..., incident: _Optional[int] = ..., summary: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., incidents: _Optional[str] = ..., open: _Optional[_Union[OpenIncident, _Mapping]] = ...) -> None: ...
+
+class OpenIncident(_message.Message):
+    __slots__ = ("reason", "since_s", "written_bytes")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    since_s: float
+    written_bytes: int
+    def __init__(self, reason: _Optional[str] = ..., since_s: _Optional[float] = ..., written_bytes: _Optional[int] = ...) -> None: ...
 
 class RankState(_message.Message):
-    __slots__ = ("rank", "process", "stand", "connected", "dead", "heard_s", "waits_at", "stands_at", "work_s", "slower")
+    __slots__ = ("rank", "process", "stand", "connected", "dead", "heard_s", "waits_at", "stands_at", "work_s", "slower", "sole_holder")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
@@ -511,6 +523,7 @@ class RankState(_message.Message):
     STANDS_AT_FIELD_NUMBER: _ClassVar[int]
     WORK_S_FIELD_NUMBER: _ClassVar[int]
     SLOWER_FIELD_NUMBER: _ClassVar[int]
+    SOLE_HOLDER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     process: ProcessId
     stand: Stand
@@ -521,4 +534,5 @@ class RankState(_message.Message):
     stands_at: str
     work_s: float
     slower: float
-    def __init__(self, rank: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., connected: bool = ..., dead: bool = ..., heard_s: _Optional[float] = ..., waits_at: _Optional[str] = ..., stands_at: _Optional[str] = ..., work_s: _Optional[float] = ..., slower: _Optional[float] = ...) -> None: ...
+    sole_holder: bool
+    def __init__(self, rank: _Optional[int] = ..., process: _Optional[_Union[ProcessId, _Mapping]] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., connected: bool = ..., dead: bool = ..., heard_s: _Optional[float] = ..., waits_at: _Optional[str] = ..., stands_at: _Optional[str] = ..., work_s: _Optional[float] = ..., slower: _Optional[float] = ..., sole_holder: bool = ...) -> None: ...
