@@ -26,6 +26,7 @@ counts as an update from its beginning to its end, and so do all later ones.
 from __future__ import annotations
 
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -120,6 +121,29 @@ class OptTFTWrapper(Optimizer):
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
+
+    def stand_in(self) -> None:
+        """The inner optimizer's own `step` and `zero_grad` are these from now on, while attached.
+
+        So whoever holds the inner one, a scheduler or a framework, goes on with it.
+        """
+        for name in ("step", "zero_grad"):
+            self._stand_in(name)
+
+    def _stand_in(self, name: str) -> None:
+        plain, ours, inside = getattr(self._inner, name), getattr(self, name), False
+
+        def call(inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside or self._stepping or self._hooks is None:
+                return plain(*args, **kwargs)
+            inside = True
+            try:
+                return ours(*args, **kwargs)
+            finally:
+                inside = False
+
+        setattr(self._inner, name, types.MethodType(call, self._inner))  # torch's schedulers look for its function
 
     def watch_groups(self, admit: Callable[[dict[str, Any]], None]) -> None:
         """Show each new group to `admit` first; it raises for one that nobody would save."""

@@ -59,6 +59,8 @@ class LoopHabits:
     def __init__(self, say: Callable[[], None]) -> None:
         self.early_reasons: list[str] = []
         self.names_go_back = False
+        self.repeats = False
+        """A resumed loop does again what it does between the end of a step and the begin of the next one."""
         self.data = ""
         self.passes = BackwardPasses()
         self.draws: bool | None = None

@@ -257,6 +257,10 @@ class StepRecorder:
         if self._constants != before:
             self._say_reasons()
 
+    def known(self, saved: Saved) -> Saved:
+        """What of it there is before the loop begins."""
+        return saved if self.attributes.knows_loader else saved.before_the_loop
+
     def put_back(self, streams: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> None:
         """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
         self.ledger.tell(*self.attributes.restore(saved), *self.rng.restore(streams))
@@ -407,7 +411,7 @@ class StepRecorder:
                 self.loop.begins(drew=drawn != "" or any(name.startswith("rng/") for name in moved))
         if moved and self.source is not None:
             self.source.copy_again()
-        if moved and not self.loop.early_reasons:
+        if moved and not (self.loop.early_reasons or self.loop.repeats):
             why = step_document.changed_after_the_end(moved, self._step, expected=expected)
             self.loop.moves_after_the_end(why)
         return True

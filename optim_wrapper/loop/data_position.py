@@ -32,6 +32,8 @@ _NO_LENGTH = (
 )
 
 
+LENGTH_UNKNOWN = -1
+
 _SAMPLER_ITERATOR = "_sampler_iter"
 """Private name in torch's DataLoader iterators (2.0 to 2.13). Where it is gone, batches are fetched again instead."""
 
@@ -62,14 +64,16 @@ PERSISTENT = (
 )
 
 
-def loader_facts(loader: Any) -> LoaderFacts:
-    """Look at a loader; ConfigError for one without a usable length."""
+def loader_facts(loader: Any, *, sized: bool = True) -> LoaderFacts:
+    """Look at a loader; ConfigError for one without a usable length, if it has to have one."""
     name = type(loader).__name__
     try:
         batches = len(loader)
     except TypeError as error:
-        raise ConfigError(f"the loader ({name}) has no length ({error}){_NO_LENGTH}") from error
-    if batches < 1:
+        if sized:
+            raise ConfigError(f"the loader ({name}) has no length ({error}){_NO_LENGTH}") from error
+        batches = LENGTH_UNKNOWN
+    if batches < 1 and batches != LENGTH_UNKNOWN:
         raise ConfigError(
             f"the loader ({name}) is empty; is drop_last=True with fewer samples on this rank than a batch takes?"
         )

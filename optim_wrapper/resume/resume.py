@@ -230,7 +230,7 @@ def _restore(
         at_step, at_start = (saved_in(one, str(path)) for one in (of.document, of.meta.epoch_document))
         constants = of.meta.habits.constants if owner == world.rank else {}
         reasons += recorder.attributes.made_otherwise(constants, at_step.values)
-        reasons += recorder.attributes.restore(at_step.before_the_loop)
+        reasons += recorder.attributes.restore(recorder.known(at_step))
         reasons += recorder.rng.restore(step_regions)
         if run.data is None:  # else the loader is not known before steps() begins
             reasons += recorder.attributes.generators.unsaved()

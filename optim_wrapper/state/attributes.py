@@ -163,6 +163,11 @@ class Attributes:
         """The loop draws its batches from this one."""
         self._roots[LOADER] = loader
 
+    @property
+    def knows_loader(self) -> bool:
+        """Whether anything of the loader is known."""
+        return self._roots.get(LOADER) is not None
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What changes inside has not moved: the loop sets it anyway, such as the epoch that a sampler is told."""

@@ -36,7 +36,7 @@ SavedGenerators = Mapping[str, tuple[str, bytes]]
 """Path of a generator -> its kind, and its state."""
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """How the state of one generator is taken, and put back."""
 
     take: Callable[[], bytes]
@@ -46,7 +46,7 @@ class _State(NamedTuple):
 class _Leaf:
     """One generator. ends: ends of steps at which it lay at its place. found_as: its state when it was found."""
 
-    def __init__(self, generator: Any, state: _State, *, ends: int) -> None:
+    def __init__(self, generator: Any, state: State, *, ends: int) -> None:
         self.generator, self.state, self.kind, self.ends = generator, state, kind_of(generator), ends
         self.taken, self.text = b"", b""
         self.take()
@@ -257,19 +257,19 @@ def kind_of(generator: Any) -> str:
     return f"{home}.{type(generator).__name__}"
 
 
-def state_of(generator: Any) -> _State | None:
+def state_of(generator: Any) -> State | None:
     """How its state is taken and put back; None if it has one that cannot be taken."""
     try:
         if isinstance(generator, torch.Generator):
-            return _of_stream(TorchStream("own", generator))
+            return of_stream(TorchStream("own", generator))
         if isinstance(generator, random.Random):
             plain = type(generator).getstate is random.Random.getstate
-            return _of_stream(PythonStream(generator)) if plain else None
+            return of_stream(PythonStream(generator)) if plain else None
         if isinstance(generator, np.random.RandomState):
             twister = generator.get_state(legacy=False)["bit_generator"] == "MT19937"  # type: ignore[call-overload]
-            return _of_stream(NumpyStream(generator)) if twister else None
+            return of_stream(NumpyStream(generator)) if twister else None
         if isinstance(generator, np.random.SeedSequence):
-            return _State(lambda: b"%d" % getattr(generator, _SPAWNED), lambda data: _spawn_up_to(generator, int(data)))
+            return State(lambda: b"%d" % getattr(generator, _SPAWNED), lambda data: _spawn_up_to(generator, int(data)))
         state = _of_bits(generator.bit_generator if isinstance(generator, np.random.Generator) else generator)
         state.take()
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError):
@@ -277,7 +277,8 @@ def state_of(generator: Any) -> _State | None:
     return state
 
 
-def _of_stream(stream: Stream) -> _State:
+def of_stream(stream: Stream) -> State:
+    """Likewise, of one of the process's own."""
     memory = bytearray(stream.region.nbytes)
     copy = stream.into(memoryview(memory))
 
@@ -285,10 +286,10 @@ def _of_stream(stream: Stream) -> _State:
         copy()
         return bytes(memory)
 
-    return _State(take, stream.restore)
+    return State(take, stream.restore)
 
 
-def _of_bits(bits: Any) -> _State:
+def _of_bits(bits: Any) -> State:
     seeds = getattr(bits, "seed_seq", None)
 
     def take() -> bytes:
@@ -302,7 +303,7 @@ def _of_bits(bits: Any) -> _State:
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is not a state of a {type(bits).__name__}: {error}") from error
 
-    return _State(take, put)
+    return State(take, put)
 
 
 def _spawn_up_to(seeds: Any, count: int) -> None:

@@ -35,6 +35,7 @@ class More(TypedDict, total=False):
     copy: CopyMode
     forget: Sequence[str]
     variables: bool
+    repeats: bool
 
 
 @tells_the_others
@@ -43,6 +44,7 @@ def protect(
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    in_place: bool = False,
     **more: Unpack[More],
 ) -> TFTRegister:
     """A `TFTRegister` whose controller runs on rank 0's host, on any free port: `with protect(...) as tft:`.
@@ -50,6 +52,8 @@ def protect(
     optimizer: a plain optimizer, or several, which are wrapped here (an `OptTFTWrapper` stays as it is). From then on
     the loop, gradient scalers and frameworks have to use `tft.optimizer`; a scheduler may have either of the two. The
     plain one refuses to step by itself while the run is protected (ConfigError, and nothing is written).
+    in_place: a plain optimizer may be used as before instead: its own `step` and `zero_grad` are the wrapper's, for
+    frameworks that hold it already.
     more: as for `TFTRegister`. The address is the launcher's, MASTER_ADDR, which torchrun sets. Raises ConfigError
     where a job of several ranks has none or it is no address, NotAnOptimizerError, and whatever `TFTRegister` raises.
     """
@@ -57,6 +61,8 @@ def protect(
         raise TypeError(f"lastwords.protect() got an unexpected keyword argument {unknown[0]!r}")
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     wrapped = [one if isinstance(one, OptTFTWrapper) else OptTFTWrapper(one) for one in optimizers]  # type: ignore[arg-type]
+    for one in wrapped if in_place else ():
+        one.stand_in()
     address = controller_address(os.environ, _world_size())
     return TFTRegister(0, address, _ANY_FREE_PORT, ckpt_save_path, model=model, optimizer=wrapped, **more)
 

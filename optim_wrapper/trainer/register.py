@@ -19,6 +19,7 @@ from lastwords.optim_wrapper.launch.config import Config, DataMode
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.loader_changes import onward
+from lastwords.optim_wrapper.loop.batches import Batches
 from lastwords.optim_wrapper.loop.steps import Steps
 from lastwords.optim_wrapper.resume.facts import run_facts
 from lastwords.optim_wrapper.resume.resume import resume_from
@@ -63,6 +64,8 @@ class TFTRegister:
     HSDP, parallelize_module) and ZeroRedundancyOptimizer need none. names: see `GlobalNames`, for stages and experts.
     forget: names of attributes that nothing reads again after a step, as reasons name them (`*`: any part of a name):
     they are neither saved nor a reason. Stored with each checkpoint, and shown by `lastwords inspect`.
+    repeats: where `ResumePoint.begun` is False, the resumed loop does again what it does between step_end() and
+    step_begin(), so nothing is lost if a rank dies in between.
     variables: what objects, lists and dicts hold in local variables of the functions that run the loop is state as well
     (see docs/exact-resume.md): as soon as it has changed, it is saved, and put back into the same objects.
     gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
@@ -94,6 +97,7 @@ class TFTRegister:
         copy: CopyMode = "auto",
         forget: Sequence[str] = (),
         variables: bool = False,
+        repeats: bool = False,
     ) -> None:
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
@@ -119,6 +123,13 @@ class TFTRegister:
         self._resumes = 0
         self._asks = False
         self._on_leave: list[Callable[[], object]] = []
+        self._recorder.loop.repeats = repeats
+        loaders = [one for one in (local_extras or {}).values() if isinstance(one, Batches)]
+        if len(loaders) > 1:
+            raise ConfigError(f"local_extras has {len(loaders)} Batches: a loop draws its batches from one loader")
+        for one in loaders:
+            one.join(lambda: self._started("iter(Batches)"))
+            self._recorder.attributes.know(one.loader)
 
     # ------------------------------------------------------------------ life
 
@@ -159,6 +170,13 @@ class TFTRegister:
         """The loop is over on this rank: wait until it is over on all of them, then end the protection."""
         if self._run is not None:
             self._run.stop()
+
+    def failed(self, error: BaseException) -> None:
+        """An exception has left the loop, on this rank: for scripts without `with`, before they raise it again.
+
+        Waits until the incident is over. Raises SystemExit where it is only the echo of another rank's end.
+        """
+        self.__exit__(type(error), error, error.__traceback__)
 
     def __exit__(
         self,

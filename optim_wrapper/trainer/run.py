@@ -124,9 +124,7 @@ class Run:
         self.begun, resumed = True, self.resumed
         self.recorder.ledger.tell(*self.buckets.reasons)
         self.recorder.attributes.know(loader)
-        same = self.recorder.loop.iterates_over(data_digest(loader))
-        if resumed is not None and resumed.data.world_size == self.world.size and not same:
-            self._not_exact(OTHER_DATA)
+        self.know_data(loader)
         self._open_box()
         self.recorder.begin(
             self.start_step,
@@ -139,7 +137,14 @@ class Run:
         )
         self._open_loop(*((steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)))
 
-    def _not_exact(self, *reasons: str) -> None:
+    def know_data(self, loader: object) -> None:
+        """The loop iterates over this; told where it is not what the saved run's did."""
+        same = self.recorder.loop.iterates_over(data_digest(loader))
+        if self.resumed is not None and self.resumed.data.world_size in (None, self.world.size) and not same:
+            self.not_exact(OTHER_DATA)
+
+    def not_exact(self, *reasons: str) -> None:
+        """Why a resume from here on is not; each is said once."""
         for why in self.recorder.ledger.tell(*reasons):
             _log.warning("lastwords: not exact, because %s", why)
 
@@ -151,7 +156,8 @@ class Run:
                 self.recorder.loop.passes.when_other = own_loop.passes_differ
             if self.resumed is not None and self.resumed.regions:
                 of_loader = self.resumed.at_step.of_the_loader.generators
-                self.recorder.ledger.tell(*own_loop.left_to_the_loop(of_loader))
+                known = self.recorder.attributes.knows_loader
+                self.recorder.ledger.tell(*own_loop.left_to_the_loop({} if known else of_loader))
                 self.recorder.ledger.tell(
                     *(f"{name} is not what it was: there was no such object in resume()" for name in self._missing)
                 )
@@ -219,9 +225,8 @@ class Run:
         resumed, self._not_begun = self._not_begun, None
         if resumed is not None and resumed.regions and not self.begun:
             early = [*self.recorder.moved_since(), *filter(None, [self.recorder.drawn_early()])]
-            self._not_exact(*own_loop.moved_too_early(early))
-            generators = resumed.at_step.before_the_loop._replace(values={})
-            self.recorder.put_back(resumed.regions, generators, last=False)
+            self.not_exact(*own_loop.moved_too_early(early))
+            self.recorder.put_back(resumed.regions, self.recorder.known(resumed.at_step)._replace(values={}), last=False)
         self._says_begin, ended, self._ended = True, self._ended, False
         if ended:
             self.look_again()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lastwords.integrations.inference import LoadedWeights, load_for_inference
     from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.launcher.worker import run
+    from lastwords.optim_wrapper.loop.batches import Batches
     from lastwords.optim_wrapper.resume.resume_point import ResumePoint, peek
     from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
     from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batches",
     "BusyError",
     "CheckpointConfig",
     "CheckpointError",
@@ -99,6 +101,7 @@ _WHERE = {
     "LastWordsReader": "lastwords.integrations.dcp",
     "LoadedWeights": "lastwords.integrations.inference",
     "load_for_inference": "lastwords.integrations.inference",
+    "Batches": "lastwords.optim_wrapper.loop.batches",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "CheckpointConfig": "lastwords.optim_wrapper.trainer.checkpoint_config",
     "ModelCheckpoint": "lastwords.optim_wrapper.trainer.checkpoint_config",

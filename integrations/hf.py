@@ -1,0 +1,316 @@
+"""Transformers' `Trainer`: last words, resumed and healed, by one line after its constructor.
+
+    trainer = Trainer(...)
+    lastwords.integrations.hf.protect(trainer, "ckpt")
+    trainer.train()
+
+A step ends where its callbacks have been told so, before the Trainer logs, evaluates and saves; the next one begins
+where its loader is asked for a batch again. What a death has cut off in between is done again in the resumed run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+import transformers.trainer as trainer_module
+from accelerate.optimizer import patch_optimizer_step
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
+
+from lastwords.errors import ConfigError
+from lastwords.integrations import pins
+from lastwords.integrations.accelerate_data import batches_of
+from lastwords.optim_wrapper.resume.resume_point import peek
+from lastwords.optim_wrapper.trainer.protect import protect as protect_plain
+
+VERSIONS, ACCELERATE_VERSIONS = ">=5.24,<5.25", ">=1.15,<1.16"
+
+PINNED: dict[str, str] = {}
+"""What is replaced here, and what lies around it."""
+
+PINNED_ACCELERATE: dict[str, str] = {}
+
+_BY_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
+"""Of a TrainerState: kept apart, as it differs by rank, or not at all."""
+
+
+def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str]) -> None:
+    """Write last words of `trainer.train()` below ckpt_save_path, and go on from what is there. Call it on all ranks.
+
+    A Trainer's own checkpoints stay as they are, and `resume_from_checkpoint` is refused. Raises ConfigError for a
+    version or a layout that is not known, and train() whatever `lastwords.protect` and `resume()` raise.
+    """
+    pins.check("transformers", VERSIONS, PINNED)
+    pins.check("accelerate", ACCELERATE_VERSIONS, PINNED_ACCELERATE)
+    _refuse_overridden(trainer)
+    if isinstance(getattr(trainer, "_lastwords", None), _Protected):
+        raise ConfigError("this Trainer is protected already: call lastwords.integrations.hf.protect() once")
+    trainer._lastwords = _Protected(trainer, ckpt_save_path)
+
+
+def _refuse_overridden(trainer: Any) -> None:
+    inner = ("_inner_training_loop", "_run_epoch", "_init_training_state", "_maybe_log_save_evaluate")
+    own = [name for name in inner if getattr(type(trainer), name) is not getattr(transformers.Trainer, name)]
+    if own:
+        raise ConfigError(
+            f"{type(trainer).__name__} overrides {', '.join(own)}, so lastwords cannot know where its steps end: "
+            "call lastwords.protect() in its loop"
+        )
+
+
+class _OfAll:
+    """What a Trainer counts, the same on every rank: an extra. gradient_norm, rate: of the newest update, for its log."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.gradient_norm: float | None = None
+        self.rate: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = {name: value for name, value in vars(trainer.state).items() if name not in _BY_RANK}
+        return {
+            "state": json.dumps(state),
+            "callbacks": json.dumps([[type(one).__name__, one.state()] for one in self._stateful()]),
+            "loss": trainer._total_loss_scalar,
+            "logged": trainer._globalstep_last_logged,
+            "first": trainer._initial_global_step,
+            "gradient_norm": self.gradient_norm,
+            "rate": self.rate,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        for name, value in json.loads(saved["state"]).items():
+            setattr(trainer.state, name, value)
+        left = [*self._stateful()]
+        for name, state in json.loads(saved["callbacks"]):
+            here = next((one for one in left if type(one).__name__ == name), None)
+            if here is None:
+                raise ConfigError(f"the saved run had a callback {name}, whose state has no place here: add it again")
+            left.remove(here)
+            for key, value in ({**state["args"], **state["attributes"]}).items():
+                setattr(here, key, value)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = saved["loss"], saved["logged"]
+        trainer._initial_global_step = saved["first"]
+        self.gradient_norm, self.rate = saved["gradient_norm"], saved["rate"]
+
+    def _stateful(self) -> Iterator[Any]:
+        callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return (one for one in callbacks if isinstance(one, ExportableState))
+
+
+class _OfRank:
+    """What differs by rank: a local extra.
+
+    A rank's own state is copied in the backward pass, before anything that lets another rank update: what the Trainer
+    adds after it is counted here before.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loss: torch.Tensor | None = None
+        """Of the batch in hand, until the Trainer has added it."""
+        self._flos = 0.0
+        self._logged, self._log = 0, ""
+
+    @contextmanager
+    def batch(self, inputs: Any) -> Iterator[None]:
+        """Inside, the Trainer trains on this one."""
+        trainer = self._trainer
+        self._flos = float(trainer.floating_point_ops(inputs))
+        try:
+            yield
+        finally:
+            self._loss, self._flos = None, 0.0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of the batch in hand begins."""
+        self._loss = loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, log = self._trainer, self._trainer.state.log_history
+        if len(log) != self._logged:  # it only grows
+            self._log += "".join(json.dumps(one) + "\n" for one in log[self._logged :])
+            self._logged = len(log)
+        loss = trainer._tr_loss
+        return {
+            "loss": loss.clone() if self._loss is None else loss + self._loss,
+            "flos": float(trainer.current_flos) + self._flos,
+            "log": self._log,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        trainer._tr_loss.copy_(saved["loss"])
+        trainer.current_flos = saved["flos"]
+        self._log = saved["log"]
+        trainer.state.log_history = [json.loads(line) for line in self._log.splitlines()]
+        self._logged = len(trainer.state.log_history)
+
+
+class _Protected(TrainerCallback):
+    """One `train()` of a Trainer; a callback of it, too."""
+
+    def __init__(self, trainer: Any, path: str | os.PathLike[str]) -> None:
+        self._trainer, self._path = trainer, path
+        self._tft: Any = None
+        self._of_all, self._of_rank = _OfAll(trainer), _OfRank(trainer)
+        self._ended = 0
+        """The Trainer's number of the step that has ended last."""
+        self._epoch, self._begun_at = 0, 0
+        """The epoch under way, from 0, and the number of the step that came before it."""
+        self._resumed: Any = None
+        ours = {
+            "_init_training_state": self._init_training_state,
+            "_run_epoch": self._run_epoch,
+            "training_step": self._training_step,
+            "_get_grad_norm": self._get_grad_norm,
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
+        }
+        self._plain = {name: getattr(trainer, name) for name in ours}
+        for name, function in ours.items():
+            setattr(trainer, name, function)
+        self._plain["backward"], trainer.accelerator.backward = trainer.accelerator.backward, self._backward
+        trainer._load_rng_state = lambda checkpoint: None  # the streams come back where the loader is asked for a batch
+        trainer.add_callback(self)
+
+    # ------------------------------------------------------------------ in the Trainer's place
+
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """The Trainer's state, and where it goes on: epochs that are done, and batches of the next one."""
+        trainer = self._trainer
+        if self._tft is not None:
+            raise ConfigError("train() was called before: lastwords protects one train() of a Trainer")
+        if resume_from_checkpoint is not None:
+            raise ConfigError(
+                f"train(resume_from_checkpoint=) beside lastwords, which goes on from {self._path}: leave one out"
+            )
+        if trial is not None:
+            raise ConfigError("lastwords does not protect a search for hyperparameters: protect one train()")
+        self._plain["_init_training_state"](max_steps, per_epoch, epochs, None, None)
+        self._resumed = _agreed(peek(self._path, missing_ok=True))
+        if self._resumed is None:
+            return 0, 0
+        trainer.state.global_step = self._resumed.global_step
+        epoch, step = self._resumed.epoch, self._resumed.step
+        if step >= per_epoch:
+            return epoch, 0
+        return epoch - 1, step * trainer.args.gradient_accumulation_steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **of: Any) -> None:
+        """All that is to be protected is there, and nothing has been drawn from the loader."""
+        trainer, peeked = self._trainer, self._resumed
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            raise ConfigError("lastwords protects a Trainer under DDP, or on one process; not under FSDP or DeepSpeed")
+        scaler = trainer.accelerator.scaler
+        extras = {"scheduler": trainer.lr_scheduler, "trainer": self._of_all}
+        optimizer = trainer.optimizer
+        self._tft = protect_plain(
+            self._path,
+            model=trainer.model_wrapped,
+            optimizer=optimizer.optimizer,
+            in_place=True,
+            repeats=True,
+            extras={**extras, "scaler": scaler} if scaler is not None else extras,
+            local_extras={"trainer": self._of_rank, "data": batches_of(train_dataloader)},
+        )
+        if scaler is not None:  # it has kept the optimizer's own step
+            optimizer._optimizer_original_step_method = optimizer.optimizer.step
+            optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
+        self._tft.start()
+        point = self._tft.resume(missing_ok=True)
+        if (0 if point is None else point.global_step) != (0 if peeked is None else peeked.global_step):
+            raise ConfigError(f"another checkpoint has come to {self._path} while training began: start again")
+        self._ended = 0 if point is None else point.global_step
+        if point is not None and not point.begun:
+            self._do_again(state, point.step)
+
+    def _do_again(self, state: Any, step: int) -> None:
+        """What comes between the step's end and the next one's begin: it was cut off, with what it had drawn."""
+        trainer, of_all = self._trainer, self._of_all
+        norm = None if of_all.gradient_norm is None else torch.tensor(of_all.gradient_norm)
+        self._tft.step_begin()
+        epoch = self._resumed.epoch - 1
+
+        def log_save_evaluate() -> None:
+            self._plain["_maybe_log_save_evaluate"](
+                trainer._tr_loss, norm, trainer.model_wrapped, None, epoch, None, time.time(), learning_rate=of_all.rate
+            )
+
+        log_save_evaluate()
+        if state.epoch == int(state.epoch):
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
+            log_save_evaluate()
+
+    def _run_epoch(self, *, epoch: int, epochs_trained: int, **more: Any) -> None:
+        trainer = self._trainer
+        if trainer.control.should_training_stop:  # the saved run was about to
+            return
+        resumed = self._resumed is not None and epoch == epochs_trained
+        self._epoch, self._begun_at = epoch, self._ended
+        if resumed and self._resumed.epoch == epoch + 1:
+            self._begun_at -= self._resumed.step
+        more["resume_from_checkpoint"] = str(self._path) if resumed else None
+        with _no_batch_skipped(trainer.args) if resumed else _as_it_is():
+            self._plain["_run_epoch"](epoch=epoch, epochs_trained=epochs_trained, **more)
+
+    def _get_grad_norm(self, *of: Any, **more: Any) -> Any:
+        """Right before the update."""
+        norm, of_all = self._plain["_get_grad_norm"](*of, **more), self._of_all
+        of_all.gradient_norm = None if norm is None else float(norm)
+        of_all.rate = self._trainer._get_learning_rate()
+        return norm
+
+    def _training_step(self, model: Any, inputs: Any, *of: Any, **more: Any) -> Any:
+        with self._of_rank.batch(inputs):
+            return self._plain["training_step"](model, inputs, *of, **more)
+
+    def _backward(self, loss: Any, **more: Any) -> None:
+        self._of_rank.backward(loss)
+        self._plain["backward"](loss, **more)
+
+    def _log_save_evaluate(self, *of: Any, **more: Any) -> None:
+        """A step is over, and perhaps an epoch after it."""
+        step = self._trainer.state.global_step
+        if step > self._ended:
+            self._ended = step
+            self._tft.step_end(self._epoch + 1, step - self._begun_at)
+        self._plain["_maybe_log_save_evaluate"](*of, **more)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        """The loop is over."""
+        self._tft.stop()
+
+
+def _agreed(point: Any) -> Any:
+    """Rank 0's, on all ranks."""
+    if not torch.distributed.is_initialized():
+        return point
+    found = [point]
+    torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+@contextmanager
+def _no_batch_skipped(args: Any) -> Iterator[None]:
+    """The loader begins after what was used by itself; the Trainer has to count those batches, and not to skip them."""
+    plain, trainer_module.skip_first_batches = trainer_module.skip_first_batches, lambda loader, count: loader
+    was, args.ignore_data_skip = args.ignore_data_skip, False
+    try:
+        yield
+    finally:
+        trainer_module.skip_first_batches, args.ignore_data_skip = plain, was
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
