@@ -220,6 +220,7 @@ class _Protected(TrainerCallback):
             optimizer=optimizer.optimizer,
             in_place=True,
             repeats=True,
+            forget=["model*.training"],  # each step sets it
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
             local_extras={"trainer": self._of_rank, "data": batches_of(train_dataloader)},
         )
@@ -280,11 +281,15 @@ class _Protected(TrainerCallback):
 
     def _log_save_evaluate(self, *of: Any, **more: Any) -> None:
         """A step is over, and perhaps an epoch after it."""
-        step = self._trainer.state.global_step
+        trainer = self._trainer
+        step = trainer.state.global_step
         if step > self._ended:
             self._ended = step
             self._tft.step_end(self._epoch + 1, step - self._begun_at)
+        due = trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save
         self._plain["_maybe_log_save_evaluate"](*of, **more)
+        if due:  # no rank begins the next step before all are done with this, or it could not be done again
+            trainer.accelerator.wait_for_everyone()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         """The loop is over."""

@@ -164,8 +164,11 @@ class StepRecorder:
         return "" if self._box is None else self._box.drawn_since(step, self.attributes.generators.drawn, kind)
 
     def _moved_between(self, step: int) -> list[str]:
-        """What has moved since the end of `step` in a loop that has not begun the next one. Writer's thread."""
-        if not self.ends_early or step != self._step:
+        """What has moved since the end of `step` in a loop that has not begun the next one. Writer's thread.
+
+        Nothing that counts in a loop that does all that again.
+        """
+        if not self.ends_early or step != self._step or self.loop.repeats:
             return []
         drawn = self._drawn_since(step, SlotKind.COMMITTED)
         of_attributes = attributes.differing(self._attributes_ended, self.attributes.document())
