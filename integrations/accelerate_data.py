@@ -8,7 +8,24 @@ import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_sampler
 
 from lastwords.errors import ConfigError
+from lastwords.integrations import pins
 from lastwords.optim_wrapper.loop.batches import Batches
+
+VERSIONS = ">=1.15,<1.16"
+
+PINNED = {
+    "accelerate.data_loader:DataLoaderShard": "3df4701cc83c816d",
+    "accelerate.data_loader:SeedableRandomSampler": "7873137e94ae17af",
+    "accelerate.data_loader:get_sampler": "",
+    "accelerate.optimizer:AcceleratedOptimizer": "c7b5f604565cd38b",
+    "accelerate.optimizer:patch_optimizer_step": "",
+}
+"""What is replaced here, or read, and what lies around it."""
+
+
+def check() -> None:
+    """ConfigError if accelerate is not one that this was made for."""
+    pins.check("accelerate", VERSIONS, PINNED)
 
 
 def batches_of(loader: Any) -> Batches:
@@ -25,6 +42,6 @@ def batches_of(loader: Any) -> Batches:
     sampler = get_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator()  # as its first iterator would, which is too late to be put back
-    batches = Batches(loader.base_dataloader, ahead=True)
-    loader.base_dataloader.__iter__ = batches.__iter__
+    batches = Batches(ahead=True)
+    batches.stand_in(loader.base_dataloader)
     return batches

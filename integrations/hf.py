@@ -21,20 +21,31 @@ import torch
 import transformers
 import transformers.trainer as trainer_module
 from accelerate.optimizer import patch_optimizer_step
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from lastwords.errors import ConfigError
-from lastwords.integrations import pins
-from lastwords.integrations.accelerate_data import batches_of
+from lastwords.integrations import accelerate_data, pins
 from lastwords.optim_wrapper.resume.resume_point import peek
 from lastwords.optim_wrapper.trainer.protect import protect as protect_plain
 
-VERSIONS, ACCELERATE_VERSIONS = ">=5.24,<5.25", ">=1.15,<1.16"
+VERSIONS = ">=5.24,<5.25"
 
-PINNED: dict[str, str] = {}
-"""What is replaced here, and what lies around it."""
-
-PINNED_ACCELERATE: dict[str, str] = {}
+PINNED = {
+    "transformers.trainer:Trainer._inner_training_loop": "c89d74163f890146",
+    "transformers.trainer:Trainer._init_training_state": "e5727cdc871c169c",
+    "transformers.trainer:Trainer._run_epoch": "8a7e29af0fb38ea9",
+    "transformers.trainer:Trainer._maybe_log_save_evaluate": "44f1ba9bd692e20c",
+    "transformers.trainer:Trainer._get_grad_norm": "e7ff4ef75fb70c91",
+    "transformers.trainer:Trainer._get_learning_rate": "00ebcde49658d49e",
+    "transformers.trainer:Trainer._load_rng_state": "c41ec46215457412",
+    "transformers.trainer:Trainer.training_step": "047c647ce1c75e89",
+    "transformers.trainer:Trainer.get_batch_samples": "51ec44b747e51869",
+    "transformers.trainer:skip_first_batches": "",
+    "transformers.trainer_callback:CallbackHandler": "f075619efc6c28df",
+    "transformers.trainer_callback:ExportableState": "ea71af1c0749a148",
+    "transformers.trainer_callback:TrainerControl": "87ba225e77c29092",
+}
+"""What is replaced here, or read, and what lies around it."""
 
 _BY_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Of a TrainerState: kept apart, as it differs by rank, or not at all."""
@@ -47,7 +58,7 @@ def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str
     version or a layout that is not known, and train() whatever `lastwords.protect` and `resume()` raise.
     """
     pins.check("transformers", VERSIONS, PINNED)
-    pins.check("accelerate", ACCELERATE_VERSIONS, PINNED_ACCELERATE)
+    accelerate_data.check()
     _refuse_overridden(trainer)
     if isinstance(getattr(trainer, "_lastwords", None), _Protected):
         raise ConfigError("this Trainer is protected already: call lastwords.integrations.hf.protect() once")
@@ -222,7 +233,7 @@ class _Protected(TrainerCallback):
             repeats=True,
             forget=["model*.training"],  # each step sets it
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
-            local_extras={"trainer": self._of_rank, "data": batches_of(train_dataloader)},
+            local_extras={"trainer": self._of_rank, "data": accelerate_data.batches_of(train_dataloader)},
         )
         if scaler is not None:  # it has kept the optimizer's own step
             optimizer._optimizer_original_step_method = optimizer.optimizer.step
@@ -283,12 +294,14 @@ class _Protected(TrainerCallback):
         """A step is over, and perhaps an epoch after it."""
         trainer = self._trainer
         step = trainer.state.global_step
-        if step > self._ended:
+        epoch_over = step == self._ended
+        if not epoch_over:
             self._ended = step
             self._tft.step_end(self._epoch + 1, step - self._begun_at)
-        due = trainer.control.should_log or trainer.control.should_evaluate or trainer.control.should_save
+        control = trainer.control
+        together = epoch_over or control.should_log or control.should_evaluate or control.should_save
         self._plain["_maybe_log_save_evaluate"](*of, **more)
-        if due:  # no rank begins the next step before all are done with this, or it could not be done again
+        if together:  # no rank begins the next step before all are done with this, or it could not be done again
             trainer.accelerator.wait_for_everyone()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:

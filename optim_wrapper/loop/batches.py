@@ -9,6 +9,7 @@ then the streams are put where they were when the step ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
     generators,
+    len_of,
     loader_facts,
     open_epoch,
     pass_over,
@@ -26,12 +28,22 @@ from lastwords.optim_wrapper.loop.data_position import (
 from lastwords.optim_wrapper.state.generators import State, of_stream, state_of
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 
+UNKNOWN_END = (
+    "an epoch's last step had just ended, and samplers draw once more from their own generators ({}) where a loop asks "
+    "for another batch, as `for` does, which is not known here"
+)
+
+_GLOBAL = {"python", "numpy", "torch"}
+
 
 class Loop(Protocol):
     """What of a run is asked here. All on the training thread."""
 
     def begin_step(self) -> None:
         """The next step begins here, and here a resumed run goes on."""
+
+    def know_loader(self, loader: object) -> None:
+        """The loop will iterate over this one."""
 
     def know_data(self, loader: object) -> None:
         """The loop iterates over this."""
@@ -55,23 +67,30 @@ class Batches:
 
     loader: a DataLoader, or any iterable whose iterators yield an epoch each. ahead: the loop fetches one batch more
     than it has trained on (accelerate's loaders do). In a resumed run the first iterator begins after the batches that
-    were used, or is a new epoch if all of them were; samplers have to know their epoch by then (`set_epoch`). Before
+    were used, or is a new epoch if all of them were (of a loader without a length, if it was asked for more); samplers have to know their epoch by then (`set_epoch`). Before
     each fetch it says `step_begin()`. ConfigError if it is not among the `local_extras` of a run that has started.
     """
 
-    def __init__(self, loader: Any, *, ahead: bool = False) -> None:
+    def __init__(self, loader: Any = None, *, ahead: bool = False) -> None:
         self.loader, self._ahead = loader, ahead
-        self._facts = loader_facts(loader, sized=False)
+        self._plain: type | None = None
         self._loop: Callable[[], Loop] | None = None
         self._resumed: _At | None = None
         self._at = _At()
         self._given = 0
         self._streams: dict[str, State] = {}
-        self._known = self._opened = False
+        self._opened = False
 
     def join(self, loop: Callable[[], Loop]) -> None:
         """It belongs to this run from now on. loop: asked for once the run has started."""
         self._loop = loop
+
+    def stand_in(self, loader: Any) -> None:
+        """Iterate over this one; whoever iterates over the loader itself iterates over these batches from now on."""
+        self.loader, self._plain = loader, type(loader)
+        if self._loop is not None:
+            self._loop().know_loader(loader)
+        loader.__class__ = type(self._plain.__name__, (self._plain,), {"__iter__": lambda loader: iter(self)})
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -79,7 +98,11 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         if self._loop is None:
             raise ConfigError("Batches has to be in local_extras= of lastwords.protect() before it is iterated over")
-        return self._epoch(self._loop())
+        loop = self._loop()
+        if self._resumed is not None:
+            return self._rest(loop)
+        loop.begin_step()
+        return self._whole(loop, self._new_epoch(loop))
 
     # ------------------------------------------------------------------ its state
 
@@ -106,23 +129,32 @@ class Batches:
 
     # ------------------------------------------------------------------ an epoch
 
-    def _epoch(self, loop: Loop) -> Iterator[Any]:
-        if not self._known:
-            self._known = True
-            loop.know_data(self.loader)
-            loop.not_exact(*static_reasons(self.loader, self._facts, "refetch"))
-        loop.begin_step()
-        at, self._resumed = self._resumed or self._now(), None
-        self._streams = _streams_of(self.loader)
-        in_hand: list[Any] = []
-        if self._given or at.ended or at.used in (0, self._facts.batches):
-            self._at, self._given = _At(at.epoch + 1, start=self._taken()), 0
-            iterator = self._open()
-        else:
-            iterator, in_hand = self._go_on(at, loop)
+    def _new_epoch(self, loop: Loop) -> Iterator[Any]:
+        """What is drawn as an iterator is made is drawn now."""
+        self._look(loop)
+        at = self._resumed or self._at
+        self._resumed, self._given, self._at = None, 0, _At(at.epoch + 1, start=self._taken())
         if self._facts.persistent_workers and self._at.epoch > 1:
             loop.not_exact(PERSISTENT)
+        return self._open()
+
+    def _rest(self, loop: Loop) -> Iterator[Any]:
+        """The first epoch of a resumed run, of which nothing is drawn before its first batch is asked for."""
+        loop.begin_step()
+        at = self._resumed
+        own = _streams_of(self.loader).keys() - _GLOBAL
+        if at is not None and at.used == len_of(self.loader) and own and not (at.ended or self._ahead):
+            loop.not_exact(UNKNOWN_END.format(", ".join(sorted(own))))
+        if at is None or at.ended or at.used in (0, len_of(self.loader)):
+            yield from self._whole(loop, self._new_epoch(loop))
+            return
+        self._look(loop)
+        self._resumed = None
+        iterator, in_hand = self._go_on(at, loop)
         yield from in_hand
+        yield from self._whole(loop, iterator)
+
+    def _whole(self, loop: Loop, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
             if self._given != self._facts.batches:  # else what comes now is the epoch's end, which belongs to a step
                 loop.begin_step()
@@ -154,7 +186,29 @@ class Batches:
 
     def _open(self) -> Iterator[Any]:
         late, self._opened = not self._opened and self._at.epoch > 1, True
-        return open_epoch(self.loader, self._facts, late=late)
+        with self._as_it_was():
+            return open_epoch(self.loader, self._facts, late=late)
+
+    def _look(self, loop: Loop) -> None:
+        """At the loader, once, and at the streams that it may draw from."""
+        with self._as_it_was():
+            if not self._streams:
+                self._facts = loader_facts(self.loader, sized=False)
+                loop.know_data(self.loader)
+                loop.not_exact(*static_reasons(self.loader, self._facts, "refetch"))
+            self._streams = _streams_of(self.loader)
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Inside, whoever iterates over the loader has its own iterator."""
+        ours = type(self.loader)
+        if self._plain is not None:
+            self.loader.__class__ = self._plain
+        try:
+            yield
+        finally:
+            if self._plain is not None:
+                self.loader.__class__ = ours
 
     def _taken(self) -> dict[str, bytes]:
         return {name: state.take() for name, state in self._streams.items()}

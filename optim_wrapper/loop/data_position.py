@@ -64,6 +64,14 @@ PERSISTENT = (
 )
 
 
+def len_of(loader: Any) -> int:
+    """Batches of an epoch, if it is known."""
+    try:
+        return len(loader)
+    except TypeError:
+        return LENGTH_UNKNOWN
+
+
 def loader_facts(loader: Any, *, sized: bool = True) -> LoaderFacts:
     """Look at a loader; ConfigError for one without a usable length, if it has to have one."""
     name = type(loader).__name__

@@ -18,8 +18,8 @@ from lastwords.optim_wrapper.launch import switch
 from lastwords.optim_wrapper.launch.config import Config, DataMode
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.loop import own_loop
-from lastwords.optim_wrapper.loop.loader_changes import onward
 from lastwords.optim_wrapper.loop.batches import Batches
+from lastwords.optim_wrapper.loop.loader_changes import onward
 from lastwords.optim_wrapper.loop.steps import Steps
 from lastwords.optim_wrapper.resume.facts import run_facts
 from lastwords.optim_wrapper.resume.resume import resume_from
@@ -129,7 +129,8 @@ class TFTRegister:
             raise ConfigError(f"local_extras has {len(loaders)} Batches: a loop draws its batches from one loader")
         for one in loaders:
             one.join(lambda: self._started("iter(Batches)"))
-            self._recorder.attributes.know(one.loader)
+            if one.loader is not None:
+                self._recorder.attributes.know(one.loader)
 
     # ------------------------------------------------------------------ life
 

@@ -137,6 +137,15 @@ class Run:
         )
         self._open_loop(*((steps.steps_per_epoch, steps.epochs) if known_length else (0, 0)))
 
+    def know_loader(self, loader: object) -> None:
+        """The loop will iterate over this one, which was not there when the run started or was resumed."""
+        attributes, resumed = self.recorder.attributes, self.resumed
+        with attributes.aside():
+            attributes.know(loader)
+        attributes.look()
+        if resumed is not None and resumed.regions:
+            self.recorder.ledger.tell(*attributes.put(resumed.at_step.of_the_loader.values))
+
     def know_data(self, loader: object) -> None:
         """The loop iterates over this; told where it is not what the saved run's did."""
         same = self.recorder.loop.iterates_over(data_digest(loader))
@@ -226,7 +235,9 @@ class Run:
         if resumed is not None and resumed.regions and not self.begun:
             early = [*self.recorder.moved_since(), *filter(None, [self.recorder.drawn_early()])]
             self.not_exact(*own_loop.moved_too_early(early))
-            self.recorder.put_back(resumed.regions, self.recorder.known(resumed.at_step)._replace(values={}), last=False)
+            self.recorder.put_back(
+                resumed.regions, self.recorder.known(resumed.at_step)._replace(values={}), last=False
+            )
         self._says_begin, ended, self._ended = True, self._ended, False
         if ended:
             self.look_again()

@@ -83,7 +83,9 @@ def main() -> None:
         hf.protect(trainer, DIRECTORY / "ckpt")
     done = trainer.train()
     log = [{k: v for k, v in one.items() if not any(t in k for t in TIMES)} for one in trainer.state.log_history]
-    (DIRECTORY / f"log-{RANK}").write_text(json.dumps([log, done.training_loss, trainer.state.best_model_checkpoint is not None]))
+    (DIRECTORY / f"log-{RANK}").write_text(
+        json.dumps([log, done.training_loss, trainer.state.best_model_checkpoint is not None])
+    )
     final(model.state_dict(), torch.get_rng_state())
 
 

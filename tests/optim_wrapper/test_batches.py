@@ -1,0 +1,178 @@
+"""`Batches`: where a loader stands is state, whatever fetches ahead of the training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.loop.batches import UNKNOWN_END, Batches
+
+LENGTH, SIZE = 12, 2
+
+
+class Loop:
+    """What a run does with the streams at a step's end, and where the first step of a resumed one begins."""
+
+    def __init__(self, resumed: Any = None, loader: Any = None) -> None:
+        self.resumed, self.loader = resumed, loader
+        self.reasons: list[str] = []
+        self.known: list[object] = []
+
+    def begin_step(self) -> None:
+        if self.resumed is not None:
+            put(self.resumed, self.loader)
+        self.resumed = None
+
+    def know_loader(self, loader: object) -> None:
+        self.known.append(loader)
+
+    def know_data(self, loader: object) -> None:
+        self.known.append(loader)
+
+    def not_exact(self, *reasons: str) -> None:
+        self.reasons += reasons
+
+
+def streams(loader: Any = None) -> Any:
+    own = None if loader is None or loader.generator is None else loader.generator.get_state()
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own
+
+
+def put(taken: Any, loader: Any = None) -> None:
+    if taken[3] is not None:
+        loader.generator.set_state(taken[3])
+    random.setstate(taken[0])
+    np.random.set_state(taken[1])
+    torch.set_rng_state(taken[2])
+
+
+def drawing(rows: list[int]) -> list[float]:
+    return [row + random.random() + float(np.random.rand()) + float(torch.rand(1)) for row in rows]
+
+
+class Drawn(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(range(LENGTH), SIZE, shuffle=True, collate_fn=drawing)  # type: ignore[arg-type]
+
+
+def with_generator() -> DataLoader[Any]:
+    own = torch.Generator().manual_seed(5)
+    return DataLoader(range(LENGTH), SIZE, shuffle=True, collate_fn=drawing, generator=own)  # type: ignore[arg-type]
+
+
+def streamed() -> DataLoader[Any]:
+    return DataLoader(Drawn(), SIZE, collate_fn=list)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": shuffled, "with a generator": with_generator, "streamed": streamed,
+}  # fmt: skip
+
+
+def ahead(batches: Any) -> Iterator[Any]:
+    """As accelerate's loaders: one batch is fetched before the one before it is given."""
+    iterator = batches.__iter__()
+    in_hand = next(iterator)
+    for following in iterator:
+        yield in_hand
+        in_hand = following
+    yield in_hand
+
+
+def train(
+    make: Callable[[], DataLoader[Any]],
+    looks_ahead: bool,
+    epochs: int = 3,
+    at: int = -1,
+    saved: Any = None,
+    broken: Callable[[Batches], object] = lambda batches: None,
+) -> tuple[list[Any], Any, list[str]]:
+    """Batches, and what each step draws itself; what is saved at the end of step `at`; why it is not exact.
+
+    saved: of a run whose epochs before are done. broken: does something to the loader's position.
+    """
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    loader, found, kept = make(), [], None
+    batches = Batches(loader, ahead=looks_ahead)
+    if saved is not None:
+        torch.manual_seed(9)
+        batches.load_state_dict(saved[0])
+        broken(batches)
+        put(saved[2])  # what comes before the loop may draw
+    loop = Loop(None if saved is None else saved[1], loader)
+    batches.join(lambda: loop)
+    step = 0 if saved is None else at
+    per_epoch = LENGTH // SIZE
+    for _ in range(step // per_epoch, epochs):
+        for batch in ahead(batches) if looks_ahead else batches:
+            step += 1
+            found.append((batch, float(torch.rand(1)), random.random()))
+            if saved is None and step == at:
+                kept = batches.state_dict(), streams(loader)
+    return found, kept, loop.reasons
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("at", [1, 4, 6, 7, 11, 12])
+def test_a_loader_goes_on_with_the_batch_that_was_next(loader: str, at: int, looks_ahead: bool) -> None:
+    if loader == "streamed" and not looks_ahead and at % 6 == 0:
+        pytest.skip("of unknown length: an epoch is over once it was asked for more")
+    whole, kept, _ = train(LOADERS[loader], looks_ahead, at=at)
+    torch.manual_seed(77)
+    rest, _, reasons = train(LOADERS[loader], looks_ahead, at=at, saved=(*kept, streams()))
+    if loader == "with a generator" and not looks_ahead and at % 6 == 0:
+        assert rest != whole[at:]
+        assert reasons == [UNKNOWN_END.format("loader.generator")]
+        return
+    assert rest == whole[at:]
+    assert reasons == []
+
+
+def test_without_the_streams_of_its_fetch_the_batch_in_hand_is_another_one() -> None:
+    whole, kept, _ = train(shuffled, True, at=4)
+
+    def forget(batches: Batches) -> None:
+        at = batches.state_dict()
+        batches.load_state_dict({**at, "fetch": {name: one for name, one in at["fetch"].items() if name == "x"}})
+
+    rest, _, _ = train(shuffled, True, at=4, saved=(*kept, streams()), broken=forget)
+    assert rest[0][0] != whole[4][0]
+
+
+def test_nothing_differs_from_a_loader_alone() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    loader = shuffled()
+    alone = [(batch, float(torch.rand(1)), random.random()) for _ in range(3) for batch in loader]
+    assert train(shuffled, False)[0] == alone
+
+
+def test_whoever_iterates_over_the_loader_iterates_over_what_stands_in_for_it() -> None:
+    loader, loop = shuffled(), Loop()
+    batches = Batches(ahead=False)
+    batches.join(lambda: loop)
+    batches.stand_in(loader)
+    assert isinstance(loader, DataLoader)
+    assert len([*loader]) == 6
+    assert batches.state_dict()["used"] == 6
+    assert loop.known == [loader, loader]
+
+
+def test_it_has_to_belong_to_a_run() -> None:
+    with pytest.raises(ConfigError, match="local_extras"):
+        iter(Batches(shuffled()))
