@@ -25,6 +25,7 @@ counts as an update from its beginning to its end, and so do all later ones.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import weakref
@@ -113,7 +114,7 @@ class OptTFTWrapper(Optimizer):
             raise ConfigError("this optimizer is already attached to a TFTRegister; exit that TFTRegister first")
         self._hooks = hooks
         if "_optimizer_step_pre_hooks" in self._inner.__dict__:
-            self._guard = self._inner.register_step_pre_hook(self._refuse_foreign_step)
+            self._guard = self._inner.register_step_pre_hook(lambda *_: self._refuse_foreign_step())
 
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
@@ -133,6 +134,7 @@ class OptTFTWrapper(Optimizer):
     def _stand_in(self, name: str) -> None:
         plain, ours, inside = getattr(self._inner, name), getattr(self, name), False
 
+        @functools.wraps(plain)  # with the marks that torch's schedulers leave on it
         def call(inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
             nonlocal inside
             if inside or self._stepping or self._hooks is None:

@@ -72,7 +72,7 @@ class Batches:
     """
 
     def __init__(self, loader: Any = None, *, ahead: bool = False) -> None:
-        self.loader, self._ahead = loader, ahead
+        self.loader, self.ahead = loader, ahead
         self._plain: type | None = None
         self._loop: Callable[[], Loop] | None = None
         self._resumed: _At | None = None
@@ -124,7 +124,7 @@ class Batches:
         self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]))
 
     def _now(self) -> _At:
-        in_hand = self._ahead and not self._at.ended and self._given > 0
+        in_hand = self.ahead and not self._at.ended and self._given > 0
         return self._at._replace(used=self._given - in_hand, fetch=self._at.fetch if in_hand else {})
 
     # ------------------------------------------------------------------ an epoch
@@ -143,7 +143,7 @@ class Batches:
         loop.begin_step()
         at = self._resumed
         own = _streams_of(self.loader).keys() - _GLOBAL
-        if at is not None and at.used == len_of(self.loader) and own and not (at.ended or self._ahead):
+        if at is not None and at.used == len_of(self.loader) and own and not (at.ended or self.ahead):
             loop.not_exact(UNKNOWN_END.format(", ".join(sorted(own))))
         if at is None or at.ended or at.used in (0, len_of(self.loader)):
             yield from self._whole(loop, self._new_epoch(loop))

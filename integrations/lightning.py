@@ -1,0 +1,246 @@
+"""Lightning's `Trainer`: last words, resumed and healed, by one callback.
+
+    Trainer(..., callbacks=[lastwords.integrations.lightning.LastWords("ckpt")]).fit(module)
+
+A step ends once all hooks of its last batch have been called, before Lightning validates; the next one begins where its
+loader is asked for a batch again. What a death has cut off in between is done again in the resumed run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+from lastwords.errors import ConfigError
+from lastwords.integrations import pins
+from lastwords.optim_wrapper.loop.batches import Batches
+from lastwords.optim_wrapper.trainer.protect import protect
+
+VERSIONS = ">=2.6.6,<2.7"
+
+PINNED = {
+    "lightning.pytorch.loops.fit_loop:_FitLoop": "f07c28d24d3bd8e4",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop": "243ada00afae13ee",
+    "lightning.pytorch.loops.loop:_Loop": "306f2256e345db5a",
+    "lightning.pytorch.loops.fetchers:_PrefetchDataFetcher": "36213fae6249d788",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric": "c28782aebb05b44c",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection": "0139dd5a1ec24bf9",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": "57ce17320b267b8e",
+    "lightning.pytorch.trainer.trainer:Trainer._run": "0c82665b1b1d66f0",
+    "lightning.pytorch.trainer.trainer:Trainer._run_stage": "08364f5efc0152e6",
+}
+"""What is replaced here, or read, and what lies around it."""
+
+_METRICS = {"pbar": "_progress_bar_metrics", "log": "_logged_metrics", "callback": "_callback_metrics"}
+
+_WHEN_RESET = ("_first_loop_iter", "_current_fx")
+"""Where averages begin anew."""
+
+
+class _Loops:
+    """What Lightning's loops count, the same on every rank: an extra."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer: Any = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.fit_loop.state_dict()
+        state["state_dict"].pop("combined_loader", None)  # where the loader stands is kept beside it
+        connector = self._trainer._logger_connector
+        return {
+            "loops": state,
+            "should_stop": self._trainer.should_stop,
+            "logging": {name: getattr(connector, name) for name in _WHEN_RESET},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._trainer.fit_loop.load_state_dict(saved["loops"])
+        self._trainer.should_stop = saved["should_stop"]
+        vars(self._trainer._logger_connector).update(saved["logging"])
+
+
+class _Callbacks:
+    """State of the callbacks that have any: an extra."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer: Any = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {one.state_key: one.state_dict() for one in self._trainer.callbacks if not isinstance(one, LastWords)}
+        return {key: state for key, state in found.items() if state}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for one in self._trainer.callbacks:
+            if one.state_key in saved:
+                one.load_state_dict(saved[one.state_key])
+
+
+class _Metrics:
+    """What has been logged, and what is being averaged over the epoch, on this rank: a local extra."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer: Any = trainer
+        self._connector: Any = trainer._logger_connector
+        self._results: Any = trainer.fit_loop.epoch_loop._results
+
+    def state_dict(self) -> dict[str, Any]:
+        averaged = {key: _taken_apart(one) for key, one in self._results.items() if one.is_tensor and not one.has_reset}
+        # A rank's own state is copied in the backward pass: with what Lightning takes over at the end of the batch.
+        newest = self._results.metrics(on_step=True)
+        logged = {name: {**getattr(self._connector, name), **newest[kind]} for kind, name in _METRICS.items()}
+        return {"averaged": averaged, **logged}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for key, one in saved["averaged"].items():
+            meta = _Metadata(**one["meta"])
+            meta.sync = _Sync(fn=self._trainer.strategy.reduce, **one["sync"])
+            self._results[key] = metric = _ResultMetric(meta, is_tensor=True)
+            vars(metric).update(one["values"])
+        for name in _METRICS.values():
+            setattr(self._connector, name, {**saved[name]})
+
+
+def _taken_apart(metric: Any) -> dict[str, Any]:
+    meta, own = metric.meta, vars(metric)
+    fields = {one.name: getattr(meta, one.name) for one in dataclasses.fields(meta) if one.name != "_sync"}
+    return {
+        "meta": {**fields, "reduce_fx": meta.reduce_fx.__name__},
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+        "values": {name: own[name] for name in ("value", "cumulated_batch_size", "_update_count") if name in own},
+    }
+
+
+class LastWords(pl.Callback):
+    """Writes last words of `fit()` below ckpt_save_path, and goes on from what is there.
+
+    Lightning's own checkpoints stay as they are, and `ckpt_path=` is refused. Raises ConfigError for a version, a
+    strategy or a loader that is not known, and fit() whatever `lastwords.protect` and `resume()` raise.
+    """
+
+    def __init__(self, ckpt_save_path: str | os.PathLike[str]) -> None:
+        pins.check("lightning", VERSIONS, PINNED)
+        self._path = ckpt_save_path
+        self._tft: Any = None
+        self._trainer: Any = None
+        self._data = Batches()
+        self._stepped = 0
+        """The Trainer's count of updates at the end of the newest step."""
+        self._again = False
+        """What comes between two steps was cut off, and is due."""
+        self._together = False
+        """All ranks have to be done with what comes between two steps."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Model and optimizers are there, and nothing has been drawn from the loader."""
+        _refuse(trainer, self._tft is not None)
+        self._trainer = trainer
+        strategy: Any = trainer.strategy
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        schedulers = {f"scheduler {place}": one.scheduler for place, one in enumerate(strategy.lr_scheduler_configs)}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._tft = protect(
+            self._path,
+            model=strategy.model,
+            optimizer=strategy.optimizers,
+            in_place=True,
+            repeats=True,
+            extras={
+                "loops": _Loops(trainer),
+                "callbacks": _Callbacks(trainer),
+                **schedulers,
+                **({} if scaler is None else {"scaler": scaler}),
+            },
+            local_extras={"metrics": _Metrics(trainer), "data": self._data},
+            forget=["model*.training", "model*._current_fx_name"],  # Lightning sets them in each step
+        )
+        self._tft.start()
+        point = self._tft.resume(missing_ok=True)
+        self._stepped, self._again = trainer.global_step, point is not None and not point.begun
+        self._plain = {
+            "on_run_start": epoch.on_run_start,
+            "batch_over": epoch.on_advance_end,
+            "epoch_over": fit.on_advance_end,
+            "loader": fit._load_combined_loader_states,
+        }
+        epoch.on_run_start = self._epoch_begins
+        epoch.on_advance_end = self._batch_over
+        fit.on_advance_end = self._epoch_over
+        fit._load_combined_loader_states = self._loader_is_there
+
+    # ------------------------------------------------------------------ in the loops' place
+
+    def _loader_is_there(self) -> None:
+        """Before it is iterated over for the first time."""
+        trainer = self._trainer
+        loaders = trainer.fit_loop._combined_loader.flattened
+        if len(loaders) != 1:
+            raise ConfigError(f"lastwords knows where one training loader stands, and there are {len(loaders)}")
+        self._plain["loader"]()
+        self._data.ahead = trainer.fit_loop._combined_loader.limits[0] == float("inf")
+        self._data.stand_in(loaders[0])
+
+    def _epoch_begins(self, data_fetcher: Any) -> None:
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        self._plain["on_run_start"](data_fetcher)
+        if fit.restarting:
+            fit.restarting = False  # what was saved is where its loops go on as they are
+            trainer.val_dataloaders  # noqa: B018  # made before they are asked for
+        if self._again:
+            self._again = False
+            self._tft.step_begin()
+            self._plain["batch_over"](data_fetcher)
+            self._wait_for_all()
+
+    def _batch_over(self, data_fetcher: Any) -> None:
+        """All hooks of a batch have been called; if an update was made in it, a step is over."""
+        trainer = self._trainer
+        if trainer.global_step > self._stepped:
+            self._stepped = trainer.global_step
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._tft.step_end(trainer.current_epoch + 1, -(-batches // trainer.accumulate_grad_batches))
+        self._plain["batch_over"](data_fetcher)
+        self._wait_for_all()
+
+    def _epoch_over(self) -> None:
+        self._plain["epoch_over"]()
+        self._together = True
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """No rank begins the next step before all are done, or what comes between two could not be done again."""
+        if self._together:
+            self._together = False
+            self._trainer.strategy.barrier("lastwords")
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._together = True
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._tft is not None:
+            self._tft.failed(exception)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tft.stop()
+
+
+def _refuse(trainer: pl.Trainer, again: bool) -> None:
+    """ConfigError for what is not known."""
+    if again:
+        raise ConfigError("fit() was called before: lastwords protects one fit() of a Trainer")
+    if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        raise ConfigError(
+            f"lastwords protects a Trainer with strategy 'ddp', or on one device, and this one has a "
+            f"{type(trainer.strategy).__name__}: call lastwords.protect() in a loop of your own"
+        )
+    if trainer.ckpt_path is not None:
+        raise ConfigError("fit(ckpt_path=) beside lastwords, which goes on from what it has saved: leave one out")
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigError("lastwords does not know where a loader stands with reload_dataloaders_every_n_epochs=")
