@@ -23,6 +23,7 @@
 #   make mutants   one-line mutants of eleven files, and whether the nearest tests notice: make mutants SEED=1 N=25 WORKERS=2; without SEED, that of the last commit
 #   make bench     measures the budgets, beside the machine's own limits
 #   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover, lm-resiliency and lastwords in turn: N=20; 90 minutes
+#   make ci-frameworks  scripts with Trainers of transformers and lightning, killed and compared: 25 minutes
 #   make bench-month  simulates a month with failures: last words beside periodic checkpoints; seconds
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
@@ -41,7 +42,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers bench-month proto clean mutants test-root test-gpu test-readme test-user
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers ci-frameworks bench-month proto clean mutants test-root test-gpu test-readme test-user
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -152,6 +153,14 @@ bench-month: $(READY)
 	$(BIN)/python -m bench.month $(ARGS)
 
 # The other systems are in an environment of their own, beside the same torch.
+ci-frameworks: .venv-frameworks/.ready
+	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest -m slow --timeout 7200 tests/frameworks tests/launcher/test_trainers.py $(ARGS)
+
+.venv-frameworks/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev,hf,lightning]'
+	touch $@
+
 bench-peers: .venv-peers/.ready
 	.venv-peers/bin/python -W ignore -m bench.peers.bench_peers --n $(N) $(ARGS)
 
@@ -164,6 +173,6 @@ proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-s3 .venv-peers build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
+	rm -rf $(VENV) .venv-torch-* .venv-s3 .venv-peers .venv-frameworks build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

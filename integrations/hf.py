@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ import transformers.trainer as trainer_module
 from accelerate.optimizer import patch_optimizer_step
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from lastwords.clock import wall_ns
 from lastwords.errors import ConfigError
 from lastwords.integrations import accelerate_data, pins
 from lastwords.optim_wrapper.resume.resume_point import peek
@@ -47,6 +47,9 @@ PINNED = {
 }
 """What is replaced here, or read, and what lies around it."""
 
+_KEPT = ("_globalstep_last_logged", "_initial_global_step", "_total_loss_scalar", "_tr_loss", "current_flos", "state")
+"""Attributes of a Trainer that are among its extras."""
+
 _BY_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Of a TrainerState: kept apart, as it differs by rank, or not at all."""
 
@@ -60,9 +63,14 @@ def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str
     pins.check("transformers", VERSIONS, PINNED)
     accelerate_data.check()
     _refuse_overridden(trainer)
-    if isinstance(getattr(trainer, "_lastwords", None), _Protected):
+    if is_protected(trainer):
         raise ConfigError("this Trainer is protected already: call lastwords.integrations.hf.protect() once")
     trainer._lastwords = _Protected(trainer, ckpt_save_path)
+
+
+def is_protected(trainer: transformers.Trainer) -> bool:
+    """Whether `protect` was called for it."""
+    return isinstance(getattr(trainer, "_lastwords", None), _Protected)
 
 
 def _refuse_overridden(trainer: Any) -> None:
@@ -76,7 +84,7 @@ def _refuse_overridden(trainer: Any) -> None:
 
 
 class _OfAll:
-    """What a Trainer counts, the same on every rank: an extra. gradient_norm, rate: of the newest update, for its log."""
+    """What a Trainer counts, the same on all ranks: an extra. gradient_norm, rate: of the newest update, to log."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -179,6 +187,7 @@ class _Protected(TrainerCallback):
         """The epoch under way, from 0, and the number of the step that came before it."""
         self._resumed: Any = None
         ours = {
+            "_inner_training_loop": self._inner_training_loop,
             "_init_training_state": self._init_training_state,
             "_run_epoch": self._run_epoch,
             "training_step": self._training_step,
@@ -193,6 +202,14 @@ class _Protected(TrainerCallback):
         trainer.add_callback(self)
 
     # ------------------------------------------------------------------ in the Trainer's place
+
+    def _inner_training_loop(self, *of: Any, **more: Any) -> Any:
+        try:
+            return self._plain["_inner_training_loop"](*of, **more)
+        except BaseException as error:  # handed to the caller
+            if self._tft is not None:
+                self._tft.failed(error)
+            raise
 
     def _init_training_state(
         self, max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
@@ -231,7 +248,7 @@ class _Protected(TrainerCallback):
             optimizer=optimizer.optimizer,
             in_place=True,
             repeats=True,
-            forget=["model*.training"],  # each step sets it
+            forget=["model*.training", *(f"*.{name}" for name in _KEPT)],  # each step sets the first
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
             local_extras={"trainer": self._of_rank, "data": accelerate_data.batches_of(train_dataloader)},
         )
@@ -255,7 +272,14 @@ class _Protected(TrainerCallback):
 
         def log_save_evaluate() -> None:
             self._plain["_maybe_log_save_evaluate"](
-                trainer._tr_loss, norm, trainer.model_wrapped, None, epoch, None, time.time(), learning_rate=of_all.rate
+                trainer._tr_loss,
+                norm,
+                trainer.model_wrapped,
+                None,
+                epoch,
+                None,
+                wall_ns() / 1e9,
+                learning_rate=of_all.rate,
             )
 
         log_save_evaluate()

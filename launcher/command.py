@@ -25,10 +25,12 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from lastwords import descriptors
 from lastwords.controller.timeline import records
 from lastwords.errors import ConfigError, StorageError
+from lastwords.integrations import auto
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.claim import claim
 from lastwords.launcher.host import HowLeft, Program
 from lastwords.launcher.recovery import last_sentence
+from lastwords.optim_wrapper.launch.reporter import AUTO
 from lastwords.processor.departure import say
 from lastwords.processor.signals import UNHANDLED_STOPS
 
@@ -54,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
         default="",
         metavar="MODULES",
         help="names, with commas between them, of modules that are imported once, before any rank is started",
+    )
+    made.add_argument(
+        "--auto",
+        action="store_true",
+        help="protect a script that uses a Trainer of transformers or lightning, as it is; that is preloaded, too",
     )
     made.add_argument("--spares", type=int, default=0, help=argparse.SUPPRESS)
     return made
@@ -97,6 +104,10 @@ def _run(argv: Sequence[str]) -> None:
         raise ConfigError(
             "--run-path runs the script in the launcher's own process, which could not go on after a failure"
         )
+    if arguments.auto:
+        if arguments.no_python:
+            raise ConfigError("--auto is for Python scripts, and --no-python says that this is none")
+        os.environ[AUTO] = "1"
     ranks = f"{config.nproc_per_node} ranks of this host and {most} hosts"
     descriptors.allow(FILES_PER_RANK * config.nproc_per_node + most + FILES_RESERVED, ranks)
     meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
@@ -142,7 +153,10 @@ def _program(arguments: argparse.Namespace, config: LaunchConfig, command: str) 
     threads = os.environ.get("OMP_NUM_THREADS", "")
     count = int(threads) if threads.isdigit() and int(threads) else torch.get_num_threads()
     python = "" if arguments.no_python else command
-    preload = tuple(filter(None, (name.strip() for name in arguments.preload.split(","))))
+    named = [name.strip() for name in arguments.preload.split(",")]
+    if arguments.auto:
+        named += [auto.LIBRARIES[one] for one in auto.imported_by(arguments.training_script, auto.LIBRARIES)]
+    preload = tuple(dict.fromkeys(filter(None, named)))
     return Program(python, arguments.module, 1 if not threads and config.nproc_per_node > 1 else count, preload)
 
 

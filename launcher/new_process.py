@@ -26,6 +26,7 @@ import threadpoolctl
 import torch
 
 from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError
+from lastwords.integrations import auto
 from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.import_times import ImportTimes
 from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
@@ -149,6 +150,8 @@ def _execute(one: Fork) -> None:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     _keep.append(sys.modules["__main__"])  # what runs now
     sys.modules["__main__"] = main
+    if reporter.AUTO in os.environ:
+        auto.install("" if one.is_module else target)
     if one.is_module:
         if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())

@@ -43,6 +43,8 @@ from lastwords.torch_private import global_step_hooks
 _HOOK_KEY = "lastwords"
 """Key of our entry in the inner optimizer's hook tables; torch's own keys are integers."""
 
+_STANDS_IN = "_lastwords_stands_in"
+
 _wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[OptTFTWrapper]] = weakref.WeakKeyDictionary()
 
 
@@ -145,6 +147,7 @@ class OptTFTWrapper(Optimizer):
             finally:
                 inside = False
 
+        call.__dict__[_STANDS_IN] = True
         setattr(self._inner, name, types.MethodType(call, self._inner))  # torch's schedulers look for its function
 
     def watch_groups(self, admit: Callable[[dict[str, Any]], None]) -> None:
@@ -431,6 +434,11 @@ def _refuse_second_wrapper(optimizer: Optimizer) -> None:
             f"this {type(optimizer).__name__} is already wrapped by another OptTFTWrapper; wrap it once and "
             f"use that wrapper"
         )
+
+
+def stands_in(method: object) -> bool:
+    """Whether it is an `OptTFTWrapper`'s, in the place of an optimizer's own."""
+    return bool(getattr(method, _STANDS_IN, False))
 
 
 def _has_step_hooks(inner: Optimizer) -> bool:

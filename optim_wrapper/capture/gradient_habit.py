@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from lastwords.optim_wrapper.wrapper import stands_in
 from lastwords.sharding.dtensor import local_of
 
 HELD_ELEMENTS_MAX = 1 << 16
@@ -89,7 +90,8 @@ class GradientHabit:
         self._pass = backward
         self._always = always
         self.habit = Habit.UNKNOWN
-        self._says = type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+        own = vars(optimizer).get("zero_grad")
+        self._says = type(optimizer).zero_grad is Optimizer.zero_grad and (own is None or stands_in(own))
         self._seen: Habit | None = None
         self._smallest: list[torch.Tensor] = []
         self._all: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.remote.address import address_of
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.launch.reporter import LAUNCHER
+from lastwords.optim_wrapper.launch.reporter import AUTO, LAUNCHER
 from lastwords.processor.core import ProcessorOptions
 
 DataMode = Literal["refetch", "skip"]
@@ -149,7 +149,7 @@ def variables() -> list[str]:
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     """A misspelt setting would be ignored without a word. Said by one rank of each host, whose environment it is."""
-    known = [*variables(), LAUNCHER]
+    known = [*variables(), LAUNCHER, AUTO]
     unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
     for name in unknown if environ.get("LOCAL_RANK", "0") == "0" else ():
         # Without the prefix, or whatever has it would be near to something.

@@ -23,6 +23,9 @@ PROTOCOL = 4
 LAUNCHER = "LASTWORDS_LAUNCHER"
 """Of a process that the launcher could not fork, as with --no-python: a step and a path, as of `Reporter`."""
 
+AUTO = "LASTWORDS_AUTO"
+"""In the environment of ranks: their launcher was given --auto."""
+
 ANSWER_S = 60.0
 """How long the launcher may take to make a controller."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import torch
 import transformers
 
-from tests.frameworks.script import CASE, DIRECTORY, PLAIN, RANK, WORDS, Texts, die, ended, final, masked
+from tests.frameworks.script import CASE, DIRECTORY, RANK, WORDS, Texts, die, ended, final, masked, protect_trainer
 
 RANKS, EPOCHS, STEPS, ACCUMULATE, BATCH = 2, 3, 6, 2, 4
 TIMES = ("runtime", "per_second", "speed")
@@ -42,6 +41,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loss
 
 
+class Overrides(Trainer):
+    def _inner_training_loop(self, *of: Any, **more: Any) -> Any:
+        return super()._inner_training_loop(*of, **more)
+
+
 def main() -> None:
     transformers.set_seed(7)
     config = transformers.GPT2Config(vocab_size=32, n_positions=WORDS, n_embd=16, n_layer=1, n_head=2)
@@ -69,7 +73,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(
+    trainer = (Overrides if "overrides" in CASE else Trainer)(
         model,
         arguments,
         train_dataset=Texts(RANKS * STEPS * ACCUMULATE * BATCH),
@@ -77,11 +81,12 @@ def main() -> None:
         data_collator=masked if "draws" in CASE else None,
         callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=3), Probe()],
     )
-    if not PLAIN and os.environ.get("AUTO") != "1":
-        from lastwords.integrations import hf
-
-        hf.protect(trainer, DIRECTORY / "ckpt")
+    protect_trainer(trainer)
+    if "resumes by itself" in CASE:
+        trainer.train(resume_from_checkpoint=True)
     done = trainer.train()
+    if "twice" in CASE:
+        trainer.train()
     log = [{k: v for k, v in one.items() if not any(t in k for t in TIMES)} for one in trainer.state.log_history]
     (DIRECTORY / f"log-{RANK}").write_text(
         json.dumps([log, done.training_loss, trainer.state.best_model_checkpoint is not None])

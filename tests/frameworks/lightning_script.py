@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.frameworks.script import CASE, DIRECTORY, PLAIN, RANK, Texts, die, ended, final, masked
+from tests.frameworks.script import CASE, DIRECTORY, RANK, Texts, die, ended, final, lightning_callbacks, masked
 
 RANKS, EPOCHS, STEPS, BATCH = 2, 3, 6, 4
 TWO = "two optimizers" in CASE
@@ -30,7 +29,7 @@ class Module(pl.LightningModule):
         self.automatic_optimization = not TWO
         self.words = nn.Embedding(32, 16)
         self.rest = nn.Sequential(nn.Dropout(0.2), nn.BatchNorm1d(12), nn.Linear(16, 32))
-        
+
     def loss_of(self, batch: Any) -> torch.Tensor:
         scores = self.rest(self.words(batch["input_ids"])).transpose(1, 2)
         return nn.functional.cross_entropy(scores, batch["labels"])
@@ -57,7 +56,13 @@ class Module(pl.LightningModule):
             return [torch.optim.AdamW(self.words.parameters(), 1e-2), torch.optim.SGD(self.rest.parameters(), 1e-2)]
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
         kind = "epoch" if "by epoch" in CASE else "step"
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1 if kind == "epoch" else 3, 0.8), "interval": kind}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1 if kind == "epoch" else 3, 0.8),
+                "interval": kind,
+            },
+        }
 
 
 class Probe(pl.Callback):
@@ -86,11 +91,7 @@ def main() -> None:
         EarlyStopping("val_loss", patience=5),
         ModelCheckpoint(DIRECTORY / "out", monitor="val_loss", save_top_k=2, save_last=True),
     ]
-    if not PLAIN and os.environ.get("AUTO") != "1":
-        from lastwords.integrations.lightning import LastWords
-
-        callbacks.append(LastWords(DIRECTORY / "ckpt"))
-    callbacks.append(Probe())
+    callbacks += [*lightning_callbacks(), Probe()]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -105,8 +106,17 @@ def main() -> None:
         callbacks=callbacks,
     )
     collate = masked if "draws" in CASE else None
-    train = DataLoader(Texts(RANKS * STEPS * ACCUMULATE * BATCH), BATCH, shuffle=True, collate_fn=collate, num_workers=2 if "workers" in CASE else 0)
-    trainer.fit(module := Module(), train, DataLoader(Texts(16), BATCH))
+    train = DataLoader(
+        Texts(RANKS * STEPS * ACCUMULATE * BATCH),
+        BATCH,
+        shuffle=True,
+        collate_fn=collate,
+        num_workers=2 if "workers" in CASE else 0,
+    )
+    module = Module()
+    more: Any = {"ckpt_path": DIRECTORY / "out" / "last.ckpt"} if "resumes by itself" in CASE else {}
+    for _ in range(2 if "twice" in CASE else 1):
+        trainer.fit(module, train, DataLoader(Texts(16), BATCH), **more)
     best = [float(v) for v in trainer.checkpoint_callback.best_k_models.values()]  # type: ignore[union-attr]
     (DIRECTORY / f"log-{RANK}").write_text(json.dumps(best))
     final(module.state_dict(), torch.get_rng_state())

@@ -2,11 +2,12 @@
 
 Arguments of a script: a directory, and deaths as rank:step:phase that happen once. Each rank adds a line per step to
 {directory}/trace-{rank}: its number, a digest of all that it trains with, and the pid. final-{rank} is what is there at
-the end. PLAIN=1: the script does without lastwords. RESUME=1 in the environment is not needed: it resumes where it can.
+the end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import signal
@@ -20,7 +21,9 @@ from torch.utils.data import Dataset
 
 DIRECTORY, DEATHS = Path(sys.argv[1]), sys.argv[2:]
 RANK = int(os.environ.get("RANK", "0"))
-PLAIN = os.environ.get("PLAIN") == "1"
+PROTECTED = os.environ.get("PROTECTED") == "1"
+"""By the line that a user adds; else not at all, or by --auto."""
+BROKEN = os.environ.get("BROKEN", "")
 CASE = os.environ.get("CASE", "")
 """A variant of the script, or what of the adaptor is broken."""
 WORDS = 12
@@ -43,6 +46,48 @@ def masked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A batch in which words are left out at random, by the process's own generator."""
     texts, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     return {"input_ids": torch.where(torch.rand(texts.shape) < 0.3, 0, texts), "labels": labels}
+
+
+def break_it() -> None:
+    """Leave out the part of the adaptor that BROKEN names."""
+    import lastwords
+    from lastwords import Batches
+
+    load, left_out = Batches.load_state_dict, {"streams of the batch in hand": "fetch", "streams of the epoch": "start"}
+
+    def load_part(self: Batches, state: Any) -> None:
+        streams = left_out[BROKEN]
+        load(self, {**state, streams: {**state[streams], "torch": torch.get_rng_state()}})
+
+    if BROKEN in left_out:
+        Batches.load_state_dict = load_part  # type: ignore[method-assign]
+    elif BROKEN == "what was cut off":
+        resume = lastwords.TFTRegister.resume
+
+        def resume_as_if_begun(self: Any, missing_ok: bool | None = None) -> Any:
+            point = resume(self, missing_ok)
+            return None if point is None else dataclasses.replace(point, begun=True)
+
+        lastwords.TFTRegister.resume = resume_as_if_begun  # type: ignore[method-assign]
+
+
+def protect_trainer(trainer: Any) -> None:
+    """The line for a Trainer of transformers."""
+    if PROTECTED:
+        from lastwords.integrations import hf
+
+        break_it()
+        hf.protect(trainer, DIRECTORY / "ckpt")
+
+
+def lightning_callbacks() -> list[Any]:
+    """The callback for Lightning."""
+    if not PROTECTED:
+        return []
+    from lastwords.integrations.lightning import LastWords
+
+    break_it()
+    return [LastWords(DIRECTORY / "ckpt")]
 
 
 def die(step: int, phase: str) -> None:

@@ -15,7 +15,14 @@ import lastwords
 from lastwords.torch_private import NAMES
 
 SOURCE = Path(lastwords.__file__).parent
-ROOMS = ("optim_wrapper/ddp/", "sharding/dtensor.py", "sharding/zero.py")
+ADAPTORS = (
+    "integrations/hf.py",
+    "integrations/lightning.py",
+    "integrations/accelerate_data.py",
+    "integrations/auto.py",
+)
+"""Each has a table of the names of its library."""
+ROOMS = (*ADAPTORS, "optim_wrapper/ddp/", "sharding/dtensor.py", "sharding/zero.py")
 """What they use of DDP, DTensor, FSDP2 and ZeroRedundancyOptimizer stays there."""
 
 LISTED = {name.rpartition(".")[2] for name in NAMES}

@@ -701,3 +701,40 @@ def test_a_compiled_step_still_steps_and_reports(how: str, attached: bool) -> No
     torch._dynamo.reset()
     assert trace.words == WHOLE * 3 * attached
     torch.testing.assert_close(model.weight, plain_model.weight)
+
+
+# ---------------------------------------------------------------------- in the plain one's place
+
+
+def test_whoever_holds_the_plain_optimizer_steps_the_wrapper_once_it_stands_in() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    plain = torch.optim.SGD([parameter], lr=1.0)
+    before = torch.optim.lr_scheduler.StepLR(plain, 1)
+    wrapper = OptTFTWrapper(plain)
+    wrapper.stand_in()
+    after = torch.optim.lr_scheduler.StepLR(plain, 1)
+    hooks = Trace()
+    wrapper.attach(hooks)
+    for one, count in ((plain, 2), (wrapper, 4)):
+        parameter.grad = torch.ones(2)
+        one.step()
+        assert len(hooks.words) == count
+        before.step()
+        after.step()
+    zeroed: list[tuple[object, ...]] = []
+    wrapper.watch_zero_grad(lambda *of: zeroed.append(of))
+    plain.zero_grad()
+    assert parameter.grad is None
+    assert len(zeroed) == 1
+    wrapper.detach()
+    parameter.grad = torch.ones(2)
+    plain.step()
+    assert len(hooks.words) == 4
+
+
+def test_a_plain_optimizer_that_is_not_stood_in_for_refuses_to_step() -> None:
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    wrapper = OptTFTWrapper(plain)
+    wrapper.attach(Trace())
+    with golden.raises(ConfigError):
+        plain.step()

@@ -1,0 +1,183 @@
+"""Scripts with a Trainer, as users have them: killed, resumed and healed, and no bit differs from a run without us.
+
+`make ci-frameworks` runs them with the versions that the adaptors know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.forked import ROOT
+from tests.launcher.test_heal import environment, trace
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
+
+RANKS = 2
+SCRIPTS = {"transformers": "hf_script", "lightning": "lightning_script"}
+LAUNCHERS = {"torchrun": ["torch.distributed.run"], "healing": ["lastwords.cli", "run"]}
+WAIT_S = 300.0
+NOT_EXACT = "lastwords: not exact, because"
+
+IN_TURN = ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:epoch")
+"""In a forward pass, an evaluation, between an update and the end of its step, and at an epoch's end."""
+
+CASES = {
+    "transformers": {
+        "": IN_TURN,
+        "draws": IN_TURN,
+        "workers draws": IN_TURN,
+        "lengths": IN_TURN,
+        "epoch draws": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:saved"),
+    },
+    "lightning": {
+        "": IN_TURN,
+        "draws workers by epoch": IN_TURN,
+        "two optimizers": ("1:4:between", "0:6:evaluating", "1:11:win", "0:12:epoch"),
+        "bar draws": ("1:6:evaluated", "0:7:fwd", "1:15:fwd"),
+    },
+}
+
+
+def started(
+    directory: Path, library: str, case: str, *deaths: str, launcher: str = "healing", **more: str
+) -> subprocess.CompletedProcess[str]:
+    """A job, in this directory. more: of its environment."""
+    directory.mkdir(exist_ok=True)
+    script, flags = ROOT / "tests" / "frameworks" / f"{SCRIPTS[library]}.py", ["--auto"] * ("AUTO" in more)
+    ranks = ["--standalone", "--nproc-per-node", str(RANKS)]
+    return subprocess.run(
+        [sys.executable, "-m", *LAUNCHERS[launcher], *flags, *ranks, script, str(directory), *deaths],
+        env={**environment(), "CASE": case, **more},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+
+
+def run(directory: Path, library: str, case: str, *deaths: str, **more: str) -> str:
+    """One that comes to its end; returns what was said."""
+    done = started(directory, library, case, *deaths, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Of a script, its run under torchrun without lastwords, in which nobody dies."""
+    ran: dict[tuple[str, str], Path] = {}
+
+    def of(library: str, case: str) -> Path:
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed: make ci-frameworks")
+        if (library, case) not in ran:
+            directory = ran[library, case] = tmp_path_factory.mktemp("whole")
+            run(directory, library, case, launcher="torchrun")
+        return ran[library, case]
+
+    return of
+
+
+def check_equal(directory: Path, undisturbed: Path) -> None:
+    """All steps, what is there at the end, and what was logged."""
+    for rank in range(RANKS):
+        found, steps = trace(directory, rank), trace(undisturbed, rank)
+        assert found == {step: steps[step] for step in found}
+        for file in (f"final-{rank}", f"log-{rank}"):
+            assert (directory / file).read_text() == (undisturbed / file).read_text(), file
+
+
+@pytest.mark.parametrize(("library", "case"), [(library, case) for library, cases in CASES.items() for case in cases])
+def test_a_trainer_is_healed_bit_for_bit(
+    library: str, case: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    undisturbed = whole(library, case)
+    deaths = CASES[library][case]
+    said = run(tmp_path, library, case, *deaths, PROTECTED="1")
+    check_equal(tmp_path, undisturbed)
+    assert {path.name for path in tmp_path.glob("died-*")} == {f"died-{death.replace(':', '-')}" for death in deaths}
+    assert NOT_EXACT not in said, said
+
+
+@pytest.mark.parametrize("library", SCRIPTS)
+def test_an_unchanged_script_is_healed_with_auto(
+    library: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    undisturbed = whole(library, "")
+    said = run(tmp_path, library, "", *CASES[library][""], AUTO="1")
+    check_equal(tmp_path, undisturbed)
+    assert NOT_EXACT not in said, said
+
+
+@pytest.mark.parametrize("library", SCRIPTS)
+def test_a_trainer_that_is_protected_and_undisturbed_trains_as_without_us(
+    library: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    run(tmp_path, library, "", launcher="torchrun", PROTECTED="1")
+    check_equal(tmp_path, whole(library, ""))
+
+
+@pytest.mark.parametrize("library", SCRIPTS)
+def test_a_trainer_goes_on_when_it_is_started_again(
+    library: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """Both ranks die, in two evaluations."""
+    undisturbed = whole(library, "")
+    deaths = ("0:6:evaluating", "1:12:evaluating")
+    for _ in deaths:
+        assert started(tmp_path, library, "", *deaths, launcher="torchrun", PROTECTED="1").returncode != 0
+    run(tmp_path, library, "", *deaths, launcher="torchrun", PROTECTED="1")
+    check_equal(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("library", "case", "broken", "death"),
+    [
+        ("transformers", "draws", "streams of the batch in hand", "1:4:fwd"),
+        ("transformers", "draws", "what was cut off", "1:6:evaluating"),
+        ("lightning", "draws", "what was cut off", "1:6:evaluating"),
+        ("lightning", "draws workers by epoch", "streams of the epoch", "1:4:fwd"),
+    ],
+)
+def test_an_adaptor_that_lacks_a_part_differs(
+    library: str, case: str, broken: str, death: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    undisturbed = whole(library, case)
+    run(tmp_path, library, case, death, PROTECTED="1", BROKEN=broken)
+    with pytest.raises(AssertionError):
+        check_equal(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("library", "case", "word"),
+    [
+        ("transformers", "resumes by itself", "leave one out"),
+        ("transformers", "overrides", "overrides _inner_training_loop"),
+        ("transformers", "twice", "was called before"),
+        ("lightning", "resumes by itself", "leave one out"),
+        ("lightning", "twice", "was called before"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_reason(
+    library: str, case: str, word: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    whole(library, "")
+    done = started(tmp_path, library, case, PROTECTED="1")
+    assert done.returncode == 1, done.stderr
+    assert word in done.stderr
+
+
+def test_a_log_of_a_healed_run_is_that_of_the_whole_one(whole: Callable[[str, str], Path]) -> None:
+    """The comparison above is of something."""
+    history, loss, best = json.loads((whole("transformers", "") / "log-0").read_text())
+    assert len(history) == 16
+    assert loss > 0
+    assert best
