@@ -23,7 +23,7 @@ from lastwords.launcher import agent as agent_module
 from lastwords.launcher import command
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.host import ABANDONED_S, HowLeft, Program, remove_abandoned
-from lastwords.processor.departure import EXIT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from lastwords.processor.signals import UNHANDLED_STOPS
 from tests import golden
 
@@ -141,7 +141,7 @@ def test_ranks_get_sigterm_whatever_has_ended_the_launcher_and_nothing_but_ctrl_
     assert torchs.sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
     assert torchs.meanwhile == [[signal.SIG_IGN, signal.SIG_IGN, interrupt]] * 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "the last line is the last one"
-    for left, expected in ((agent.left, EXIT_SAVED), (None, 1)):
+    for left, expected in ((agent.left, EXIT_NOT_SAVED), (None, 1)):
         code, text = command.ended_by_signal(left)
         assert code == expected
         golden.says(text)
