@@ -65,7 +65,8 @@ def main() -> None:
     epoch = os.environ.get("SOURCE_DATE_EPOCH") or subprocess.check_output([*git, "log", "-1", "--format=%ct"])
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.check_output([*git, "archive", "--format=tar", "HEAD"])
-        tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
+            tree.extractall(folder, filter="data")
         for path in build(Path(folder), out, int(epoch)):
             print(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}")
 
