@@ -173,8 +173,11 @@ def test_both_distributions_have_the_same_bytes_when_they_are_built_again(tmp_pa
     for attempt in range(2):
         tree = _copy_sources(tmp_path / f"{attempt}", links=True)
         os.utime(tree / "README.md", (attempt, attempt))
-        (tree / "README.md").chmod(0o644 if attempt else 0o664)
-        built.append([path.read_bytes() for path in build_dist.build(tree, tmp_path / f"dist{attempt}", EPOCH_S)])
+        umask = os.umask(0o002 if attempt else 0o077)
+        try:
+            built.append([path.read_bytes() for path in build_dist.build(tree, tmp_path / f"dist{attempt}", EPOCH_S)])
+        finally:
+            os.umask(umask)
     wheel, sdist = built[0]
     assert built[0] == built[1]
     with tarfile.open(fileobj=io.BytesIO(sdist)) as archive:

@@ -47,7 +47,7 @@ def build(source: Path, out: Path, epoch_s: int) -> list[Path]:
     """Both distributions of a tree of sources: the source distribution, and the wheel that is built from that."""
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch_s)}
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    built = subprocess.run(command, env=environment, umask=0o022, capture_output=True, text=True, check=False)
     if built.returncode:
         raise SystemExit(built.stdout + built.stderr)
     (sdist,) = out.glob("*.tar.gz")
