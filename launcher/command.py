@@ -60,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit(1) where the job has failed.
+    """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit: 1 where the job has failed, 75 or
+    76 where a signal has ended it.
 
     The last line then says why; torch's report is before it.
     """

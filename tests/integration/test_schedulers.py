@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from lastwords.checkpoint import load
 from lastwords.processor.departure import EXIT_SAVED
+from tests import golden
 from tests.integration.zygote import command_line, descendants
 from tests.launcher.test_heal import ROOT, SCRIPT, environment, pids
 from tests.launcher.test_launcher_ends import until
@@ -102,3 +104,44 @@ def test_where_kill_wait_is_too_short_for_a_rank_nothing_is_saved_and_the_job_is
     os.kill(pids(step.folder, 1)[-1], signal.SIGSTOP)
     assert step.end([step.launcher_pid], SHORT_KILL_WAIT_S) == (128 + signal.SIGKILL, "")
     assert load.latest(step.folder / "ckpt") is None
+
+
+CONTAINER = ("unshare", "--user", "--map-root-user", "--mount")
+COPIES = """
+import sys, torch, torch.distributed as dist, lastwords
+dist.init_process_group("gloo")
+net = torch.nn.Linear(2048, 2048)
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+model = torch.nn.parallel.DistributedDataParallel(net)
+with lastwords.protect("ckpt", model=model, optimizer=optimizer, copy=True if "copy" in sys.argv else "auto") as tft:
+    for _, _, (x,) in tft.steps(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(3, 2048))), 1):
+        model(x).square().mean().backward()
+        tft.optimizer.step()
+        tft.optimizer.zero_grad()
+        tft.step_end()
+dist.destroy_process_group()
+"""
+
+
+def complaints(folder: Path, *arguments: str) -> list[str]:
+    """What two ranks say of /dev/shm that is as small as a container's: 64 MB. They train all the same."""
+    (folder / "train.py").write_text(COPIES)
+    launch = f"{sys.executable} -m lastwords.cli run --standalone --nproc-per-node {RANKS} train.py"
+    typed = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {launch} {' '.join(arguments)}"
+    done = subprocess.run(
+        [*CONTAINER, "bash", "-c", typed], cwd=folder, env=environment(), text=True, capture_output=True, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(line for line in done.stderr.splitlines() if "/dev/shm" in line)
+
+
+@pytest.mark.thorough
+def test_copies_that_have_no_room_in_a_containers_shared_memory_are_complained_of_once_by_each_rank(
+    tmp_path: Path,
+) -> None:
+    if subprocess.run([*CONTAINER, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    assert complaints(tmp_path) == []
+    lines = complaints(tmp_path, "copy")
+    assert len(lines) == RANKS
+    golden.says(re.sub(r"(?<=for )\d+", "_", lines[0]))
