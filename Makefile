@@ -13,6 +13,9 @@
 #   make test-root the tests that need root, which are skipped for everyone else
 #   make test-user as root: make test in a clone that belongs to a normal user, then make test-root, as CI does
 #   make test-s3   a remote store that is S3, of moto, in an environment of its own
+#   make deploy-check  holds the files of deploy/ against the schemas of Kubernetes, JobSet and Kubeflow Trainer, and linters
+#   make dist      the wheel and the source distribution, in dist/
+#   make dist-check    both, built twice and compared byte for byte, and the wheel installed with each extra in new environments
 #   make messages  rewrites tests/messages.txt, which the tests compare messages with: review the difference
 #   make test-torch   the core tests with other releases of torch: TORCH="2.7.1 2.14.1", each in an environment of its own
 #   make check     format, lint, strict types, import contracts, generated code
@@ -42,7 +45,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers ci-frameworks bench-month proto clean mutants test-root test-gpu test-readme test-user
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers ci-frameworks bench-month proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -118,6 +121,23 @@ test-s3: .venv-s3/.ready
 	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[dev,s3]'
 	@touch $@
 
+deploy-check: .venv-deploy/.ready
+	.venv-deploy/bin/python -m pytest -q tests/test_deploy.py $(ARGS)
+
+.venv-deploy/.ready: pyproject.toml constraints.txt deploy/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev]' -r deploy/requirements.txt
+	@touch $@
+
+# The same bytes from the same commit, whenever and wherever: the time is the commit's.
+dist dist-check: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+dist: $(READY)
+	rm -rf build dist
+	$(BIN)/python tools/build_dist.py dist
+
+dist-check: $(READY)
+	$(BIN)/python -m pytest -q -m dist $(ARGS) tests/test_packaging.py
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -173,6 +193,6 @@ proto: $(READY)
 	$(BIN)/python tools/generate_proto.py --venv $(VENV)/generator
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-s3 .venv-peers .venv-frameworks build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
+	rm -rf $(VENV) .venv-torch-* .venv-s3 .venv-deploy .venv-peers .venv-frameworks build dist src/lastwords.egg-info demo/out demo/disaster_recover/out bench/out ttp_checkpoints
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

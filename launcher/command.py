@@ -29,7 +29,7 @@ from lastwords.integrations import auto
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.claim import claim
 from lastwords.launcher.host import HowLeft, Program
-from lastwords.launcher.recovery import last_sentence
+from lastwords.launcher.recovery import ending
 from lastwords.optim_wrapper.launch.reporter import AUTO
 from lastwords.processor.departure import say
 from lastwords.processor.signals import UNHANDLED_STOPS
@@ -67,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit(1) where the job has failed.
+    """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit: 1 where the job has failed, 75 or
+    76 where a signal has ended it.
 
     The last line then says why; torch's report is before it.
     """
@@ -138,14 +139,15 @@ def handled(signals_to_handle: str) -> list[str]:
     return [name for name in names if name.strip() not in ignored]
 
 
-def end_text(left: HowLeft | None) -> str:
-    """What is saved where a signal has ended the launcher. left: how its ranks have ended; None: they have not."""
+def ended_by_signal(left: HowLeft | None) -> tuple[int, str]:
+    """Exit code of a launcher that a signal has ended, and what is saved. left: how its ranks have ended; None: they
+    have not."""
     if left is None:
-        return "its ranks have not ended yet: they save what there is, each says so, and end by themselves"
+        return 1, "its ranks have not ended yet: they save what there is, each says so, and end by themselves"
     lines: list[bytes] = []
     with contextlib.suppress(OSError, StorageError):
         lines = records(left.record) if left.record is not None else []
-    return last_sentence(left.codes, left.step, lines, left.ended)
+    return ending(left.codes, left.step, lines, left.ended)
 
 
 def _program(arguments: argparse.Namespace, config: LaunchConfig, command: str) -> Program:
@@ -205,8 +207,9 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], progra
     except SignalException as error:  # only this host ends: the rendezvous would be closed for the others, too
         if agent.left is None:
             agent.pass_on(agent.stop)
-        say(f"lastwords run: ended by {error.sigval.name}; {end_text(agent.left)}")
-        raise SystemExit(1) from None
+        code, saved = ended_by_signal(agent.left)
+        say(f"lastwords run: ended by {error.sigval.name}; {saved}")
+        raise SystemExit(code) from None
     except BaseException:  # handed to the caller
         handler.shutdown()
         raise

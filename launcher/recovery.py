@@ -206,29 +206,30 @@ def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | Non
     return _newest(lines, lambda one: one["known_mono_s"] >= began_s)
 
 
-def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[str | bytes], ended: int = 0) -> str:
-    """What is saved of a job whose ranks were told to end. codes: how they have. lines: of incidents.jsonl.
+def ending(codes: Mapping[int, int | None], step: int, lines: Sequence[str | bytes], ended: int = 0) -> tuple[int, str]:
+    """Exit code of a launcher whose ranks were told to end, and what is saved. lines: of incidents.jsonl.
 
-    step: the newest one that a rank knows to be saved; 0: none. ended: that one had ended.
+    codes: how the ranks have ended. step: the newest one that a rank knows to be saved; 0: none. ended: that one had
+    ended. The exit code is EXIT_SAVED exactly where the sentence says to start the job again.
 
     >>> line = '{"outcome": "SAVED", "step": 31, "path": "/ckpt/tft_saved_checkpoints-step_31"}'
-    >>> last_sentence({0: 75, 1: 75}, 31, [line])
-    'step 31 was saved in /ckpt/tft_saved_checkpoints-step_31; start the job again to go on from there'
-    >>> last_sentence({0: -15, 1: -15}, 0, [])
-    'nothing was saved: no rank was in its training loop'
+    >>> ending({0: 75, 1: 75}, 31, [line])
+    (75, 'step 31 was saved in /ckpt/tft_saved_checkpoints-step_31; start the job again to go on from there')
+    >>> ending({0: -15, 1: -15}, 0, [])
+    (76, 'nothing was saved: no rank was in its training loop')
     """
     found = _newest(lines, lambda one: one["outcome"] == SAVED and one["step"] == step and bool(one["path"]))
     where = f" in {found['path']}" if found else ""
     saved = f"{f'step {step}' if step else 'a checkpoint'} was saved{where}"
     goes_on = f"{saved}; start the job again to go on from there"
     if EXIT_SAVED in codes.values():
-        return goes_on
+        return EXIT_SAVED, goes_on
     if codes and not any(codes.values()):
-        return "its ranks had come to their end"
+        return 1, "its ranks had come to their end"
     older = f"; before, {saved}" if step else ""
     if killed := [rank for rank, code in codes.items() if code == -signal.SIGKILL]:
         verb = "was" if len(killed) == 1 else "were"
-        return (
+        return EXIT_NOT_SAVED, (
             f"nothing is known to be saved: {ranks_text(killed)} had not ended in time and {verb} killed "
             f"(`lastwords latest PATH` prints the newest checkpoint){older}"
         )
@@ -236,8 +237,10 @@ def last_sentence(codes: Mapping[int, int | None], step: int, lines: Sequence[st
     why = f": {last['reason']}" if last and last["outcome"] == NOT_SAVED else ""
     if EXIT_NOT_SAVED in codes.values() or why:
         reached = f", and step {ended} had been done" if ended > step else ""
-        return f"nothing new was saved{reached}{why}{older}"
-    return goes_on if step else "nothing was saved: no rank was in its training loop"
+        return EXIT_NOT_SAVED, f"nothing new was saved{reached}{why}{older}"
+    if step:
+        return EXIT_SAVED, goes_on
+    return EXIT_NOT_SAVED, "nothing was saved: no rank was in its training loop"
 
 
 def _newest(lines: Sequence[str | bytes], wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_SAVED, HEALED_TIMEOUT_S, Launch, Rig
-from tests.integration.zygote import AGENTS
 from tests.selection import more, usually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -18,7 +17,7 @@ LAYOUT = Layout(world_size=2, augment=True, workers=1)
 STEP = 3
 SIGNALS = ("SIGHUP", "SIGQUIT", "SIGTERM", "SIGINT")
 FAILED = 1
-"""With which both launchers end after a signal."""
+"""With which torchrun ends after a signal."""
 
 ROWS = [*itertools.product(("torchrun", "healing", "fork"), SIGNALS, ("default", "ignored"))]
 USUAL = [
@@ -57,7 +56,9 @@ def signalled(rig: Rig, launcher: str, number: str, *, ignored: bool = False) ->
 def saved(rig: Rig, launch: Launch) -> int:
     """A checkpoint of a whole step, the codes that are promised, and each rank says so. Returns the step."""
     step = rig.check_last_words(launch, [], {STEP - 1, STEP})
-    assert set(launch.codes.values()) == {FAILED if launch.job.launcher in AGENTS else EXIT_SAVED}, launch.job.report()
+    assert set(launch.codes.values()) == {FAILED if launch.job.launcher == "torchrun" else EXIT_SAVED}, (
+        launch.job.report()
+    )
     return step
 
 

@@ -23,6 +23,7 @@ from lastwords.launcher import agent as agent_module
 from lastwords.launcher import command
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.host import ABANDONED_S, HowLeft, Program, remove_abandoned
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from lastwords.processor.signals import UNHANDLED_STOPS
 from tests import golden
 
@@ -140,8 +141,10 @@ def test_ranks_get_sigterm_whatever_has_ended_the_launcher_and_nothing_but_ctrl_
     assert torchs.sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
     assert torchs.meanwhile == [[signal.SIG_IGN, signal.SIG_IGN, interrupt]] * 4
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "the last line is the last one"
-    golden.says(command.end_text(agent.left))
-    golden.says(command.end_text(None))
+    for left, expected in ((agent.left, EXIT_NOT_SAVED), (None, 1)):
+        code, text = command.ended_by_signal(left)
+        assert code == expected
+        golden.says(text)
 
 
 def test_of_many_signals_at_once_one_ends_the_launcher_and_its_ranks_are_told(torchs: Shutdown) -> None:
@@ -207,7 +210,7 @@ def test_a_launcher_whose_stderr_is_dead_ends_with_its_exit_code(
     script.touch()
     with pytest.raises(SystemExit) as ended:
         command.run(["--standalone", str(script)])
-    assert ended.value.code == 1
+    assert ended.value.code == EXIT_SAVED
 
 
 def test_spares_are_accepted_and_do_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

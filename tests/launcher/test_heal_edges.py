@@ -18,6 +18,7 @@ import pytest
 
 from lastwords.checkpoint import load
 from lastwords.launcher import crash_loop
+from lastwords.processor.departure import EXIT_SAVED
 from tests import golden
 from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
@@ -222,7 +223,7 @@ def test_the_first_process_of_a_container_heals_and_collects_the_dead_of_others_
         until(lambda: "sleep" in names_of_children(launcher), "it has taken a stranger's child in")
         until(lambda: "sleep" not in names_of_children(launcher), "which has ended and is collected")
         os.kill(launcher, signal.SIGTERM)
-        assert outside.wait(60) == 1
+        assert outside.wait(60) == EXIT_SAVED
     assert re.search("ended by SIGTERM; step [0-9]+ was saved", last_line((tmp_path / "log").read_text()))
     assert load.latest(tmp_path / "ckpt") is not None
 

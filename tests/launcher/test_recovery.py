@@ -14,10 +14,10 @@ import lastwords
 from lastwords.controller import launch as controller_launch
 from lastwords.launcher import head
 from lastwords.launcher.events import UNKNOWN_CODE, Begun, End, Ended, Event, Gone, Guarded, Left, Ready, Updated
-from lastwords.launcher.recovery import OUTCOME, Recovery, incident_of, last_sentence, sentence
+from lastwords.launcher.recovery import OUTCOME, Recovery, ending, incident_of, sentence
 from lastwords.liveness.endings import OomKills, ending_text
 from lastwords.optim_wrapper.launch import reporter
-from lastwords.processor.departure import EXIT_NOT_SAVED
+from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from tests import golden
 from tests.shortage import no_threads
 
@@ -185,7 +185,7 @@ def test_steps_that_are_lost_are_named_though_the_disk_is_too_full_for_the_recor
     for rank in range(3):
         recovery.begun(rank, 31, 20.3)
     golden.says(sentence(json.dumps(again(recovery)), None))
-    golden.says(last_sentence({0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED}, 31, [], 36))
+    golden.says(ending({0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED}, 31, [], 36)[1])
 
 
 @pytest.mark.parametrize("reached", [31, 32])
@@ -253,7 +253,12 @@ FULL = json.dumps({"outcome": "NOT_SAVED", "step": 0, "path": "", "reason": "the
 def test_the_last_line_of_a_launcher_that_was_ended_says_what_is_saved(
     codes: list[int], step: int, lines: list[str]
 ) -> None:
-    golden.says(last_sentence(dict(enumerate(codes)), step, lines))
+    code, text = ending(dict(enumerate(codes)), step, lines)
+    golden.says(text)
+    over = codes and not any(codes)
+    assert code == (
+        1 if over else EXIT_SAVED if text.endswith("start the job again to go on from there") else EXIT_NOT_SAVED
+    )
 
 
 class Job:
