@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from lastwords import log_lines
 from lastwords.checkpoint.remote.address import RemotePath, address_of
 from lastwords.checkpoint.remote.uploader import Uploader, follow, wait_on
 from lastwords.cli import checkpoint_commands as commands
@@ -41,7 +42,10 @@ def upload(arguments: argparse.Namespace) -> Verdict:
     roots = [root, *([arguments.fallback] if arguments.fallback is not None else [])]
     uploader = Uploader(roots, to, arguments.job)
     if arguments.follow:
-        logging.basicConfig(format="%(asctime)s upload: %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+        output = logging.StreamHandler(sys.stderr)
+        output.setFormatter(log_lines.formatter(logging.Formatter("%(asctime)s upload: %(message)s")))
+        logging.basicConfig(level=logging.INFO, handlers=[output], force=True)
+        log_lines.know(**({"job": arguments.job} if arguments.job else {}))
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, _NICE)
         everything = follow(uploader.upload_missing, wait_on(sys.stdin.fileno()))

@@ -189,6 +189,31 @@ def test_ranks_that_leave_together_are_released_and_nothing_is_saved(job: Job) -
     assert latest(job.spec.root) is None
 
 
+def test_neither_an_incident_nor_the_controllers_end_waits_for_a_hook(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook waits for what only this test does, once all is over."""
+    gate, told = tmp_path / "gate", tmp_path / "told"
+    os.mkfifo(gate)
+    hook = f"cat {gate} > {tmp_path}/part; cat >> {tmp_path}/part; mv {tmp_path}/part {told}"
+    monkeypatch.setenv("LASTWORDS_ON_INCIDENT", hook)
+    monkeypatch.setenv("LASTWORDS_LOG", "json")
+    job.start()
+    puppets = job.train(steps=3)
+    puppets[1].call("mark_raised", "boom", False)
+    for puppet in puppets:
+        assert puppet.exit_order().kind is ExitKind.SAVED
+        puppet.close()
+    job.assert_nothing_is_left()
+    assert not told.exists()
+    gate.write_text("opened, and then ")
+    wait_for(told.exists)
+    assert told.read_text() == f"opened, and then {job.spec.incidents_path.read_text().rstrip()}"
+    log = [json.loads(line) for line in job.handles[0].log_path.read_text().splitlines()]
+    assert {line["job"] for line in log} == {job.spec.job}
+    assert [line for line in log if line["message"].startswith("incident 1 ")]
+
+
 def test_a_death_before_the_first_step_leaves_a_message_and_no_directory(job: Job) -> None:
     job.start()
     puppets = job.train(steps=0)
