@@ -97,7 +97,7 @@ class Telling:
         if len(self._running) >= TELLERS_MAX:
             return _log.warning("an incident is not told: %d others are being told still", len(self._running))
         try:
-            record = in_memory(line.encode())
+            record = in_memory(f"{line}\n".encode())
             try:
                 self._running.append(_teller(record, self._environ))
             finally:

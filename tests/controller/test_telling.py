@@ -215,7 +215,7 @@ def test_telling_returns_while_the_command_runs_and_never_has_too_many(
     (tmp_path / "gate").write_text("go on")  # only now: `tell` has returned before
     (process,) = one._running
     assert process.wait(60) == 0
-    assert (tmp_path / "got").read_bytes() == RECORD
+    assert (tmp_path / "got").read_bytes() == RECORD + b"\n"
     assert SECRET not in (tmp_path / "env").read_text()
 
 

@@ -208,7 +208,7 @@ def test_neither_an_incident_nor_the_controllers_end_waits_for_a_hook(
     assert not told.exists()
     gate.write_text("opened, and then ")
     wait_for(told.exists)
-    assert told.read_text() == f"opened, and then {job.spec.incidents_path.read_text().rstrip()}"
+    assert told.read_text() == f"opened, and then {job.spec.incidents_path.read_text()}"
     log = [json.loads(line) for line in job.handles[0].log_path.read_text().splitlines()]
     assert {line["job"] for line in log} == {job.spec.job}
     assert [line for line in log if line["message"].startswith("incident 1 ")]
