@@ -42,6 +42,7 @@ MAY_READ_WALL_TIME = (
     "cli/retention_commands.py",
     "controller/handover.py",
     "controller/server.py",
+    "controller/spans.py",
     "controller/state_file.py",
     "controller/timeline.py",
     "launcher/host.py",

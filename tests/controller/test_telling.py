@@ -206,7 +206,8 @@ def test_telling_returns_while_the_command_runs_and_never_has_too_many(
 ) -> None:
     monkeypatch.setattr(telling, "TELLERS_MAX", 1)
     os.mkfifo(tmp_path / "gate")
-    command = f"cat {tmp_path}/gate > /dev/null; cat > {tmp_path}/part; env > {tmp_path}/env; mv {tmp_path}/part {tmp_path}/got"
+    steps = "cat gate > /dev/null", "cat > part", "env > env", "mv part got"
+    command = f"cd {tmp_path}; {'; '.join(steps)}"
     environ = {**os.environ, telling.VARIABLE: command, "LASTWORDS_TOKEN": SECRET}
     one = telling.Telling(environ)
     one.tell(RECORD.decode())
