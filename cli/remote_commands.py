@@ -15,6 +15,7 @@ from lastwords.checkpoint.remote.address import RemotePath, address_of
 from lastwords.checkpoint.remote.uploader import Uploader, follow, wait_on
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli.checkpoint_commands import Verdict
+from lastwords.integrations.bars import bars
 
 Add = Callable[[str, str], argparse.ArgumentParser]
 
@@ -40,7 +41,6 @@ def upload(arguments: argparse.Namespace) -> Verdict:
     root: Path = arguments.path
     to: RemotePath = arguments.url
     roots = [root, *([arguments.fallback] if arguments.fallback is not None else [])]
-    uploader = Uploader(roots, to, arguments.job)
     if arguments.follow:
         output = logging.StreamHandler(sys.stderr)
         output.setFormatter(log_lines.formatter(logging.Formatter("%(asctime)s upload: %(message)s")))
@@ -48,11 +48,15 @@ def upload(arguments: argparse.Namespace) -> Verdict:
         log_lines.know(**({"job": arguments.job} if arguments.job else {}))
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+        uploader = Uploader(roots, to, arguments.job)
         everything = follow(uploader.upload_missing, wait_on(sys.stdin.fileno()))
         return Verdict.FINE if everything else Verdict.UNREADABLE
     if not root.is_dir():
         return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []})
-    uploaded = uploader.upload_missing(again=True, verify=arguments.verify)
+    with bars() as tell:
+        uploaded = Uploader(roots, to, arguments.job, on_progress=tell).upload_missing(
+            again=True, verify=arguments.verify
+        )
     if arguments.json:
         commands.print_json({"uploaded": [{"path": str(one.path), "to": str(to / one.name)} for one in uploaded]})
     else:
