@@ -320,9 +320,10 @@ def _tell_in_time(line: str, record: Path | None) -> None:
 def _tell_of(line: str, record: Path | None) -> None:
     """All ranks train again. In a thread of its own: a file system or a terminal may take its time."""
     incident = None
-    with contextlib.suppress(OSError, StorageError):
-        if record is not None:
+    if record is not None:
+        with contextlib.suppress(OSError, StorageError):  # there is none where no controller has lived to write one
             incident = incident_of(records(record), line)
+        with contextlib.suppress(StorageError):
             append_record(record, joined(line, incident))
     _telling.tell(joined(line, incident))
     with contextlib.suppress(*UNREADABLE):
