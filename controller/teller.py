@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from collections.abc import Callable
 from typing import IO
 from urllib.parse import urlsplit
 
-from lastwords import log_lines, threads
+from lastwords import clock, log_lines, threads
 from lastwords.controller.telling import VARIABLE, in_memory, is_url, wants_spans
+from lastwords.errors import UnavailableError
 
 _log = logging.getLogger("lastwords.controller.teller")
 
@@ -48,7 +50,15 @@ AGAIN = (408, 429)
 
 def main() -> int:
     """Tell, and exit 0, whatever has come of it: nobody asks."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+    ):
         signal.signal(number, signal.SIG_DFL)  # a controller ignores them, and a command would, too
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
@@ -79,7 +89,10 @@ def within(limit_s: float, what: str, act: Callable[[], object]) -> None:
         except Exception as error:  # outermost frame of a thread: a library's errors, whatever they are
             _log.warning("%s: %s: %s", what, type(error).__name__, error)
 
-    thread = threads.start(guarded, name="lastwords-tell")
+    try:
+        thread = threads.start(guarded, name="lastwords-tell")
+    except UnavailableError as error:
+        return _log.warning("%s: %s", what, error)
     thread.join(limit_s)
     if thread.is_alive():
         _log.warning("%s: it has taken %g s", what, limit_s)
@@ -103,16 +116,16 @@ def run(command: str, record: bytes) -> None:
         return _log.warning("the command of %s was not started: %s", VARIABLE, error)
     assert process.stdout is not None
     shown = _Output(process.stdout)
-    reader = threads.start(shown.read, name="lastwords-output")
-    try:
-        code = process.wait(LIMIT_S)
-        said = f"ended with {code}" if code else ""
-    except subprocess.TimeoutExpired:
+    ended = os.pidfd_open(process.pid)
+    in_time = shown.read_until(ended, LIMIT_S)
+    if not in_time:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        said = f"had not ended after {LIMIT_S:g} s and was killed"
-    reader.join(OUTPUT_S)
+    code = process.wait()
+    shown.read_until(None, OUTPUT_S)
+    os.close(ended)
+    said = f"ended with {code}" if code else ""
+    said = said if in_time else f"had not ended after {LIMIT_S:g} s and was killed"
     for line in shown.lines():
         _log.info("%s: %s", VARIABLE, line)
     if said:
@@ -126,13 +139,31 @@ class _Output:
         self._pipe = pipe
         self._kept = b""
         self._more_bytes = 0
+        self._open = True
 
-    def read(self) -> None:
-        """Until its end."""
-        while data := os.read(self._pipe.fileno(), 65536):
-            room = OUTPUT_BYTES_MAX - len(self._kept)
-            self._kept += data[:room]
-            self._more_bytes += max(0, len(data) - room)
+    def read_until(self, ended: int | None, limit_s: float) -> bool:
+        """Read until `ended` (a pidfd) is ready, or, without one, until the pipe's end; False after `limit_s`.
+
+        By this thread: where the system has none left, an incident is told all the same.
+        """
+        deadline_mono_s = clock.mono_s() + limit_s
+        while self._open or ended is not None:
+            watched = [*([self._pipe.fileno()] if self._open else []), *([ended] if ended is not None else [])]
+            ready, _, _ = select.select(watched, [], [], max(0.0, deadline_mono_s - clock.mono_s()))
+            if self._open and self._pipe.fileno() in ready:
+                self._take()
+            if ended in ready:
+                return True
+            if clock.mono_s() >= deadline_mono_s:
+                return False
+        return True
+
+    def _take(self) -> None:
+        data = os.read(self._pipe.fileno(), 65536)
+        room = OUTPUT_BYTES_MAX - len(self._kept)
+        self._kept += data[:room]
+        self._more_bytes += max(0, len(data) - room)
+        self._open = bool(data)
 
     def lines(self) -> list[str]:
         """For people."""
