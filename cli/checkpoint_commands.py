@@ -6,13 +6,11 @@ import enum
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from lastwords.checkpoint import layout, load
@@ -26,6 +24,7 @@ from lastwords.checkpoint.system import where_it_leads
 from lastwords.checkpoint.unpublished import Unpublished, find_unpublished
 from lastwords.cli import reasons, tables
 from lastwords.errors import IncompleteError
+from lastwords.integrations.bars import bar_of
 
 
 class Verdict(enum.Enum):
@@ -128,7 +127,7 @@ def _verified(path: Path, deep: bool) -> list[tuple[load.Found, list[load.Proble
     results, system = [], os_for([path])
     for found in [load.examine(path, system)] if is_checkpoint(path) else load.scan(path, system):
         total = found.manifest.total_bytes if found.manifest is not None and deep else 0
-        with progress(found.path.name, total) as on_bytes:
+        with bar_of(found.path.name, total) as on_bytes:
             problems = load.verify(found.path, deep, system, on_bytes)
         if not problems or found.path == path or system.exists(found.path):
             results.append((found, problems))
@@ -244,8 +243,6 @@ def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything:
 
 
 def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, everything: bool) -> None:
-    fence = f"generation {manifest.generation}, {_which(manifest)}"
-    parent = f" (resumed from {manifest.parent_job})" if manifest.parent_job else ""
     rows: list[tuple[str, object]] = [
         ("checkpoint", found.path),
         ("state", tables.plain(found.status.value, _STYLES[VERDICTS[found.status]])),
@@ -253,8 +250,10 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         ("published", tables.moment(manifest.published_unix_ns)),
         ("kind", manifest.kind.value),
         ("because", manifest.reason),
-        ("caused by ranks", tables.numbers(manifest.cause_ranks)),
-        ("job", f"{manifest.job}{parent}: {fence}"),
+        ("caused by", _ranks(manifest.cause_ranks)),
+        ("job", manifest.job),
+        *([("resumed from", manifest.parent_job)] if manifest.parent_job else []),
+        ("taken in", f"generation {manifest.generation}, {_which(manifest)}"),
         ("world size", _world(manifest)),
         ("size", f"{tables.size(manifest.total_bytes)} in {len(manifest.files)} file(s)"),
         ("exact resume", _exact(manifest, everything=everything)),
@@ -344,6 +343,17 @@ def _size(found: load.Found) -> str:
     return tables.size(found.manifest.total_bytes) if found.manifest else ""
 
 
+def _ranks(ranks: Collection[int]) -> str:
+    """In words.
+
+    >>> _ranks([3, 1]), _ranks([2]), _ranks([])
+    ('ranks 1, 3', 'rank 2', 'nobody')
+    """
+    if not ranks:
+        return "nobody"
+    return f"rank{'s' * (len(ranks) > 1)} {tables.numbers(ranks)}"
+
+
 def _which(manifest: Manifest) -> str:
     if manifest.is_periodic:
         return f"periodic checkpoint {manifest.attempt}"
@@ -398,22 +408,3 @@ def print_json(content: dict[str, Any]) -> None:
 def say(text: str) -> None:
     """A line on stderr."""
     print(f"lastwords: {tables.plain(text).plain}", file=sys.stderr)
-
-
-@contextmanager
-def progress(name: str, total: int) -> Iterator[Any]:
-    """A bar on stderr while bytes are read; nothing where stderr is no terminal or there is little to read."""
-    console = Console(stderr=True)
-    if not console.file.isatty() or total < (64 << 20):
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda done: bar.update(task, completed=done)

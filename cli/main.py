@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lastwords import __version__
+from lastwords import __version__, log_lines
 from lastwords.checkpoint.remote.address import place
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import interop_commands, missing_streams, remote_commands, retention_commands, transform_command
@@ -45,6 +45,9 @@ class ExitCode(enum.IntEnum):
     STORAGE = 4  # the file system refused
     AGAIN = 5  # another process was in the way, at the destination or the source; nothing is damaged
 
+
+OF_JOBS = (["run"], ["worker"], ["scheduler"])
+"""Commands that run as long as a job does: what they say belongs to its log."""
 
 EXIT_CODES = """\
 exit codes:
@@ -147,7 +150,9 @@ def _in_cluster(role: str, argv: Sequence[str]) -> int:
     from lastwords.launcher.supervisor import supervise
 
     name = "lastwords scheduler: " if role == SCHEDULER else ""
-    logging.basicConfig(format=f"{name}%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    output = logging.StreamHandler(sys.stderr)
+    output.setFormatter(log_lines.formatter(logging.Formatter(f"{name}%(message)s")))
+    logging.basicConfig(level=logging.WARNING, handlers=[output], force=True)
     cluster = cluster_of(os.environ, role)
     assert cluster is not None
     if role != SCHEDULER:
@@ -173,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(argv)
     except LastWordsError as error:
-        print(f"lastwords: {error}", file=sys.stderr)
+        line = f"lastwords: {error}"
+        print(log_lines.said(line, __name__) if argv[:1] in OF_JOBS else line, file=sys.stderr)
         return exit_code_of(error)
 
 
@@ -181,6 +187,7 @@ def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["run"]:
         from lastwords.launcher.command import run  # brings torch, which the other commands do without
 
+        log_lines.begin()
         run(argv[1:])
         return ExitCode.OK
     if argv[:1] == ["worker"] and argv[1:2] not in ([], ["-h"], ["--help"]):

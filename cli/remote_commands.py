@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from lastwords import log_lines
 from lastwords.checkpoint.remote.address import RemotePath, address_of
 from lastwords.checkpoint.remote.uploader import Uploader, follow, wait_on
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli.checkpoint_commands import Verdict
+from lastwords.integrations.bars import bars
 
 Add = Callable[[str, str], argparse.ArgumentParser]
 
@@ -39,16 +41,22 @@ def upload(arguments: argparse.Namespace) -> Verdict:
     root: Path = arguments.path
     to: RemotePath = arguments.url
     roots = [root, *([arguments.fallback] if arguments.fallback is not None else [])]
-    uploader = Uploader(roots, to, arguments.job)
     if arguments.follow:
-        logging.basicConfig(format="%(asctime)s upload: %(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+        output = logging.StreamHandler(sys.stderr)
+        output.setFormatter(log_lines.formatter(logging.Formatter("%(asctime)s upload: %(message)s")))
+        logging.basicConfig(level=logging.INFO, handlers=[output], force=True)
+        log_lines.know(**({"job": arguments.job} if arguments.job else {}))
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+        uploader = Uploader(roots, to, arguments.job)
         everything = follow(uploader.upload_missing, wait_on(sys.stdin.fileno()))
         return Verdict.FINE if everything else Verdict.UNREADABLE
     if not root.is_dir():
         return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []})
-    uploaded = uploader.upload_missing(again=True, verify=arguments.verify)
+    with bars() as tell:
+        uploaded = Uploader(roots, to, arguments.job, on_progress=tell).upload_missing(
+            again=True, verify=arguments.verify
+        )
     if arguments.json:
         commands.print_json({"uploaded": [{"path": str(one.path), "to": str(to / one.name)} for one in uploaded]})
     else:

@@ -23,6 +23,7 @@ from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import Verdict
 from lastwords.errors import CheckpointError, ConfigError, IncompleteError, StorageError
+from lastwords.integrations.bars import bar_of
 
 Add = Callable[[str, str], argparse.ArgumentParser]
 
@@ -97,7 +98,7 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     root: Path = arguments.path
     rules = retention.Rules(arguments.keep, arguments.per_minutes, arguments.last_words)
     system = os_for([root])
-    verified = VerifiedOnce(lambda path: commands.progress(path.name, read_manifest(path, system).total_bytes))
+    verified = VerifiedOnce(lambda path: bar_of(path.name, read_manifest(path, system).total_bytes))
     goes_anyway = arguments.not_uploaded or isinstance(root, RemotePath)
     spared = (lambda _: False) if goes_anyway else record.not_uploaded(root)
     jobs = list(dict.fromkeys(arguments.job or _only_job(root, system)))

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from lastwords import descriptors, threads
+from lastwords import descriptors, log_lines, threads
 from lastwords.controller import handover, takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Remember
@@ -54,7 +54,8 @@ class _DroppingHandler(logging.handlers.QueueHandler):
 def _set_up_logging() -> logging.handlers.QueueListener:
     """Log to stderr from a thread of its own; returns the listener, to be stopped at the end."""
     output = logging.StreamHandler(sys.stderr)
-    output.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    output.setFormatter(log_lines.formatter(text))
     records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS_MAX)
     handler = _DroppingHandler(records)
     handler.setFormatter(logging.Formatter("%(message)s"))  # what goes into the queue; `output` adds the rest
@@ -92,6 +93,7 @@ def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, st
     else:
         spec, before, owner = ControllerSpec.from_json(argument), None, takeover.this_owner()
         takeover.hold(paths.make_job_dir(spec.job, spec.generation, spec.nonce))
+    log_lines.know(job=spec.job)
     call_metadata(token)
     return spec, token, owner, before
 

@@ -10,19 +10,18 @@ import contextlib
 import logging
 import os
 import select
-import site
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import lastwords
 from lastwords import clock
 from lastwords.checkpoint.codec import from_json
 from lastwords.checkpoint.line_file import read_end
 from lastwords.controller import handover, predecessors, state_file
 from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
+from lastwords.controller.telling import finding_lastwords
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
@@ -157,13 +156,7 @@ def _environment(token: str) -> dict[str, str]:
     # gRPC tells of each connection that breaks, in words of its own; the log says it in ours. A trainer's setting is
     # left alone, since its other users of gRPC share it.
     environment.setdefault("GRPC_VERBOSITY", "ERROR")
-    # A script may have found lastwords through a path that its own process knows only.
-    home = str(Path(lastwords.__file__).resolve().parent.parent)
-    if home not in (*site.getsitepackages(), site.getusersitepackages()):
-        known = environment.get("PYTHONPATH", "").split(os.pathsep)
-        if home not in known:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (*known, home)))
-    return environment
+    return finding_lastwords(environment)
 
 
 def _await_answer(fd: int, timeout_s: float, pid: int) -> dict[str, object]:

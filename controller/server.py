@@ -26,6 +26,7 @@ from lastwords.controller.sessions import PeerSession, SessionService, connectio
 from lastwords.controller.spec import ControllerSpec
 from lastwords.controller.state_file import StateFile
 from lastwords.controller.storage import StorageJobs
+from lastwords.controller.telling import Telling
 from lastwords.controller.timeline import Timeline, recorded_exit, sentence
 from lastwords.errors import LastWordsError, UnavailableError
 from lastwords.liveness import paths, process_id
@@ -91,7 +92,7 @@ class ControllerShell:
         self._state_file = state_file
         self._before = before
         self._service = SessionService(token, start_of(spec.job, spec.generation), self)
-        self._storage = StorageJobs(spec, self._from_thread, may_read=self._has_time)
+        self._storage = StorageJobs(spec, self._from_thread, may_read=self._has_time, tell=Telling().tell)
         self._timeline = Timeline(spec.job, spec.generation)
         self._roster = Roster(spec.world_size)
         self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
@@ -381,7 +382,7 @@ class ControllerShell:
     def _record(self, line: str) -> None:
         self._newest_line = sentence(line)
         _log.info("%s", self._newest_line)
-        self._storage.append_line(self._spec.incidents_path, line)
+        self._storage.record(self._spec.incidents_path, line)
 
     # ------------------------------------------------------------------ other threads
 

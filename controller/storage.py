@@ -65,7 +65,9 @@ class StorageJobs:
         *,
         facts: Mapping[str, Any] | None = None,
         may_read: Callable[[], bool] = lambda: True,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self._tell = tell
         self._spec = spec
         self._on_event = on_event
         self._may_read = may_read
@@ -131,9 +133,14 @@ class StorageJobs:
             self._prune_waits = True
             self._submit(PRUNING, lambda: self._prune(effect))
 
-    def append_line(self, path: Path, line: str) -> None:
-        """Append one line to a file, for people; a failure is only logged."""
-        self._submit("lines", lambda: _append(path, line))
+    def record(self, path: Path, line: str) -> None:
+        """Append an incident's line to a file, for people, and then `tell` of it; a failure is only logged."""
+
+        def append_and_tell() -> None:
+            _append(path, line)
+            self._tell(line)
+
+        self._submit("lines", append_and_tell)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until all jobs are done; False if that takes longer. Not for the loop's thread."""

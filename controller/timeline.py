@@ -14,6 +14,7 @@ publish_failed, exit_sent, resumed.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,30 @@ class Timeline:
             return False
         self._open.seen.add((what, who))
         return True
+
+
+def phases(events: Sequence[Mapping[str, Any]], zero_s: float) -> dict[str, tuple[float, float]]:
+    """When each phase began and ended, in monotonic seconds; those that did not come are missing.
+
+    events: of an incident and of its recovery, oldest first. zero_s: when the incident was known.
+
+    >>> phases([{"what": "settled", "mono_s": 5.5}, {"what": "decided", "mono_s": 5.75}], 5.0)
+    {'settle': (5.0, 5.5), 'choose': (5.5, 5.75)}
+    """
+    last = {event["what"]: event["mono_s"] for event in events}
+    borders = [zero_s, *(last.get(what) for what in ("settled", "decided", "saved", "published"))]
+    found: dict[str, tuple[float, float]] = {}
+    for place, name in enumerate(("settle", "choose", "write", "publish"), 1):
+        begin_s = next((at for at in reversed(borders[:place]) if at is not None), zero_s)
+        end_s = borders[place]
+        if end_s is not None:
+            found[name] = (begin_s, max(begin_s, end_s))
+    if "entered" in last:
+        begin_s = last.get("published", zero_s)
+        found["restart"] = (begin_s, max(begin_s, last["entered"]))
+        if "updated" in last:
+            found["resume"] = (last["entered"], max(last["entered"], last["updated"]))
+    return found
 
 
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from lastwords import threads
 from lastwords.clock import OwnTime, mono_s
+from lastwords.controller.telling import Telling
 from lastwords.controller.timeline import UNREADABLE, append_record, records
 from lastwords.controller.words import ranks_text
 from lastwords.errors import StorageError, UnavailableError
@@ -73,6 +74,8 @@ HOSTS_AT_ONCE = 4096
 CONNECT_S = 60.0
 HOSTS_S = 2 * CONNECT_S
 """From the end of the rendezvous until the launchers of all its hosts have come: one may be lost in between."""
+
+_telling = Telling()
 
 STORE_S = 60.0
 """How long a store for the next generation is tried for, where ports, descriptors or memory are short."""
@@ -317,10 +320,12 @@ def _tell_in_time(line: str, record: Path | None) -> None:
 def _tell_of(line: str, record: Path | None) -> None:
     """All ranks train again. In a thread of its own: a file system or a terminal may take its time."""
     incident = None
-    with contextlib.suppress(OSError, StorageError):
-        if record is not None:
+    if record is not None:
+        with contextlib.suppress(OSError, StorageError):  # there is none where no controller has lived to write one
             incident = incident_of(records(record), line)
+        with contextlib.suppress(StorageError):
             append_record(record, joined(line, incident))
+    _telling.tell(joined(line, incident))
     with contextlib.suppress(*UNREADABLE):
         say(f"lastwords run: {sentence(line, incident)}")
 

@@ -25,6 +25,7 @@ import setproctitle
 import threadpoolctl
 import torch
 
+from lastwords import log_lines
 from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError
 from lastwords.integrations import auto
 from lastwords.launcher.fork_messages import Fork
@@ -51,6 +52,7 @@ def run(one: Fork, left_out: Sequence[str] = ()) -> NoReturn:
     left_out: modules that cannot be preloaded.
     """
     _become(one)
+    log_lines.begin(str(one.rank))
     if one.address:
         protect.use_address(one.address)
     times = ImportTimes(left_out)

@@ -189,8 +189,7 @@ def _imports(events: Iterable[Mapping[str, Any]]) -> str:
 
 def _saved(step: int, incident: Mapping[str, Any] | None, ended: int, *, exact: bool) -> str:
     """What became of the steps. step: the newest one that was saved. ended: that a survivor has said to have ended."""
-    stands = [_STAND.fullmatch(one.get("stand", "")) for one in incident["events"]] if incident is not None else []
-    ended = max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=ended)
+    ended = _newest_ended(incident, ended)
     if incident is not None and incident.get("outcome", SAVED) == SAVED:
         if ended > incident.get("step", step):  # what was saved is from whole copies
             return f"step {step} was saved, and step {ended} is done again"
@@ -198,6 +197,21 @@ def _saved(step: int, incident: Mapping[str, Any] | None, ended: int, *, exact: 
     lost = f"STEPS {step + 1} TO {ended} ARE LOST, " if ended > step else ""
     why = "" if not lost else "NOT SAVED: " if incident is None else f"NOT SAVED ({incident['reason']}): "
     return f"{why}{lost}resumed after step {step}" if step else f"{why}{lost}began anew"
+
+
+def _newest_ended(incident: Mapping[str, Any] | None, ended: int) -> int:
+    """Step that a survivor had ended: as it has told the controller, or else the launcher (`ended`)."""
+    stands = [_STAND.fullmatch(one.get("stand", "")) for one in incident["events"]] if incident is not None else []
+    return max((Stand(Phase[found[1]], int(found[2])).ended_step for found in stands if found), default=ended)
+
+
+def steps_lost(record: Mapping[str, Any], incident: Mapping[str, Any] | None) -> int:
+    """Steps that had ended and are done again. record: of a recovery; incident: as of `sentence`.
+
+    >>> steps_lost({"step": 20, "ended": 31}, None), steps_lost({"step": 31, "ended": 31}, None)
+    (11, 0)
+    """
+    return max(0, _newest_ended(incident, int(record.get("ended", 0))) - int(record["step"]))
 
 
 def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | None:

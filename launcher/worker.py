@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from lastwords import log_lines
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher.environment import SCHEDULER, cluster_of
 from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
@@ -30,6 +31,7 @@ def run(main: Callable[[], object]) -> None:
     run`, torchrun and plain python it calls `main`. Training thread only. A ConfigError, here or in `main`,
     ends this process with one line and exit code 2, a BusyError with 5.
     """
+    log_lines.begin(os.environ.get("RANK", ""))
     try:
         _run(main)
     except (ConfigError, BusyError) as error:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lastwords.controller.timeline import UNREADABLE, sentence
+from lastwords.controller.timeline import UNREADABLE, phases, sentence
 from lastwords.controller.words import ranks_text
 from lastwords.launcher import recovery
 from lastwords.vocabulary import ExitKind
@@ -26,6 +26,11 @@ ROWS_MAX = 8
 
 TEXT_MAX = 500
 FALSE_ALARM = "FALSE_ALARM"
+OUTCOMES = (*ExitKind.__members__, FALSE_ALARM)
+CAUSES = {"raised": "exception", "signalled": "signal", "died": "death", "stack": "hang", "suspected": "lost"}
+"""By what was seen of the ranks that began an incident; the first that is found counts."""
+
+OTHER = "other"
 MARKS = (("decided", "decided"), ("published", "published"), ("entered", "started again"), ("updated", "training"))
 
 Event = Mapping[str, Any]
@@ -41,12 +46,14 @@ class Incidents:
         self.counts: Counter[tuple[str, str]] = Counter()
         """By cause and outcome."""
         self.recoveries = 0
+        self.steps_lost = 0
         self._lines: deque[bytes] = deque(maxlen=LINES_KEPT)
 
     def copy(self) -> Incidents:
         """What is known so far, for another thread."""
         other = Incidents()
-        other.items, other.counts, other.recoveries = self.items.copy(), self.counts.copy(), self.recoveries
+        other.items, other.counts = self.items.copy(), self.counts.copy()
+        other.recoveries, other.steps_lost = self.recoveries, self.steps_lost
         return other
 
     @property
@@ -65,8 +72,9 @@ class Incidents:
             if record["outcome"] == recovery.OUTCOME:
                 mended = recovery.incident_of([*self._lines], line.decode())
                 item = _item(record, mended, recovery.sentence(line.decode(), mended))
-                self.recoveries += 1
-            elif record["outcome"] in (*ExitKind.__members__, FALSE_ALARM):
+                lost = recovery.steps_lost(record, mended)
+                self.recoveries, self.steps_lost = self.recoveries + 1, self.steps_lost + lost
+            elif record["outcome"] in OUTCOMES:
                 item = _item(None, record, sentence(line.decode()))
                 self.counts[item["cause"], item["outcome"]] += 1
             else:
@@ -89,7 +97,7 @@ def _item(healed: Event | None, incident: Event | None, words: str) -> dict[str,
     )
     if healed is not None:  # the controller is told to end when the ranks are
         events = [event for event in events if event["what"] != "exit_sent"]
-    seconds = {key: round(value, 4) for key, value in _phases(events, zero_s).items()}
+    seconds = {key: round(end_s - begin_s, 4) for key, (begin_s, end_s) in phases(events, zero_s).items()}
     last = _last_of(events)
     return {
         "key": f"{incident['job']}.{incident['generation']}.{incident['incident']}"
@@ -121,30 +129,12 @@ def cause(events: Iterable[Event], cause_ranks: Sequence[int]) -> str:
         for event in events
         if not event.get("secondary") and ("rank" not in event or not cause_ranks or event["rank"] in cause_ranks)
     }
-    words = {"raised": "exception", "signalled": "signal", "died": "death", "stack": "hang", "suspected": "lost"}
-    return next((word for what, word in words.items() if what in found), "other")
+    return next((word for what, word in CAUSES.items() if what in found), OTHER)
 
 
 def _last_of(events: Iterable[Event]) -> dict[str, float]:
     """When each kind of event came last."""
     return {event["what"]: event["mono_s"] for event in events}
-
-
-def _phases(events: Sequence[Event], zero_s: float) -> dict[str, float]:
-    """Seconds that each phase took; those that did not come are missing."""
-    last = _last_of(events)
-    borders = [zero_s, *(last.get(what) for what in ("settled", "decided", "saved", "published"))]
-    found: dict[str, float] = {}
-    for place, name in enumerate(("settle", "choose", "write", "publish"), 1):
-        begin_s = next((at for at in reversed(borders[:place]) if at is not None), zero_s)
-        end_s = borders[place]
-        if end_s is not None:
-            found[name] = max(0.0, end_s - begin_s)
-    if "entered" in last:
-        found["restart"] = max(0.0, last["entered"] - last.get("published", zero_s))
-        if "updated" in last:
-            found["resume"] = max(0.0, last["updated"] - last["entered"])
-    return found
 
 
 def _rows(events: Sequence[Event], cause_ranks: Iterable[int], zero_s: float) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ No label is a rank's but those of `rank_up` and `rank_step`, so a job of 1 000 r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from lastwords.page.columns import Look, newest_step
-from lastwords.page.incidents import Incidents
+from lastwords.page.incidents import CAUSES, OTHER, OUTCOMES, Incidents
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -90,10 +91,13 @@ def _checkpoints(look: Look, now_unix_s: float) -> Iterator[Metric]:
 
 def _incidents(incidents: Incidents) -> Iterator[Metric]:
     total = CounterMetricFamily("lastwords_incidents", "Incidents that have ended", labels=["cause", "outcome"])
-    for (cause, outcome), count in sorted(incidents.counts.items()):
-        total.add_metric([cause, outcome], count)
+    for cause, outcome in product((*CAUSES.values(), OTHER), OUTCOMES):
+        total.add_metric([cause, outcome], incidents.counts[cause, outcome])  # 0, too, or none sees the first increase
     yield total
     yield _counter("recoveries", "Failures after which all ranks have trained again", incidents.recoveries)
+    yield _counter(
+        "steps_lost", "Global steps that had ended and were done again after recoveries", incidents.steps_lost
+    )
     if not incidents.items:
         return
     last = incidents.items[-1]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from lastwords import threads
+from lastwords import log_lines, threads
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.vocabulary import Exit, ExitKind
 
@@ -101,7 +101,7 @@ class Verdict:
 def say(line: str) -> None:
     """Write `line` to stderr. Without a word where nobody takes it: the terminal is closed, or there is no stderr."""
     with contextlib.suppress(Exception):  # what comes next matters more, whatever stands in for stderr
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{log_lines.said(line, __name__)}\n")
         sys.stderr.flush()
 
 

@@ -33,7 +33,7 @@ CORE_IMPORTS = frozenset(
     | {"lastwords.vocabulary", "lastwords.errors"}
 )
 MAY_PRINT = ("cli/",)
-MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py")
+MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py", "controller/teller.py", "src/lastwords/log_lines.py")
 MAY_READ_A_CLOCK = ("src/lastwords/clock.py",)
 MAY_READ_WALL_TIME = (
     "checkpoint/publish.py",
@@ -42,6 +42,7 @@ MAY_READ_WALL_TIME = (
     "cli/retention_commands.py",
     "controller/handover.py",
     "controller/server.py",
+    "controller/spans.py",
     "controller/state_file.py",
     "controller/timeline.py",
     "launcher/host.py",

@@ -7,6 +7,7 @@ lists the modules that read the other one. What each of them does after a jump:
     checkpoint/stale.py, system.py        unfinished directories whose writer nobody knows stay for a day, not an hour
     controller/handover.py                a controller that runs keeps its file
     controller/server.py, timeline.py     incidents have both clocks, the wall clock for people
+    controller/spans.py                   a recovery is moved as a whole, and lasts as long as it did
     controller/state_file.py              a sign of life is another time, not a later one
     launcher/host.py                      a launcher that runs keeps its socket
     liveness/leftovers.py                 a job with a living rank keeps its files
@@ -31,6 +32,7 @@ from lastwords.checkpoint import layout, load, publish, stale
 from lastwords.checkpoint.manifest import read_manifest
 from lastwords.checkpoint.retention import Rules, prune
 from lastwords.controller import handover, state_file
+from lastwords.controller.spans import spans_of
 from lastwords.controller.spec import ControllerSpec
 from lastwords.launcher.host import remove_abandoned
 from lastwords.liveness import paths
@@ -181,3 +183,13 @@ def test_a_sign_of_life_is_seen_though_the_clock_was_set_back(tmp_path: Path) ->
     assert beat is not None
     assert before is not None
     assert beat < before
+
+
+def test_a_span_lasts_as_long_as_it_did_whatever_the_wall_clock_says() -> None:
+    events = [{"what": "entered", "mono_s": 5.2}, {"what": "updated", "mono_s": 5.7, "rank": 0}]
+    record = {"outcome": "RECOVERED", "step": 31, "died_mono_s": 5.0, "events": events}
+    now_ns = 10**18
+    for shift_s in (0, *JUMPS_S):
+        shifted = spans_of(record, 6.0, now_ns + shift_s * 10**9)
+        assert [round((span.end_ns - span.begin_ns) / 1e9, 3) for span in shifted] == [0.7, 0.2, 0.5]
+        assert shifted[0].begin_ns == now_ns + (shift_s - 1) * 10**9

@@ -74,8 +74,16 @@ class Store:
             return bytes(self._files.cat_file(str(path), start=begin, end=end))
 
     def put(self, source: Path, path: RemotePath, on_bytes: OnBytes | None = None) -> None:
-        """Uploads a file. `on_bytes` hears of each piece, on any thread."""
-        arguments = _heard(on_bytes)
+        """Uploads a file. `on_bytes` hears of each piece, on any thread; of some stores only once all is there."""
+        heard = 0
+
+        def hear(count: int) -> None:
+            nonlocal heard
+            heard += count
+            assert on_bytes is not None
+            on_bytes(count)
+
+        arguments = _heard(None if on_bytes is None else hear)
         with _failures(path):
             try:
                 self._files.put_file(str(source), str(path), **arguments)
@@ -84,6 +92,8 @@ class Store:
                     raise
                 self._files.makedirs(str(path.parent), exist_ok=True)  # a store that has directories of its own
                 self._files.put_file(str(source), str(path), **arguments)
+            if on_bytes is not None and (more := posix.path.getsize(source) - heard) > 0:
+                on_bytes(more)
 
     def get(self, path: RemotePath, target: Path, on_bytes: OnBytes | None = None) -> None:
         """Downloads a file; it is not durable yet."""

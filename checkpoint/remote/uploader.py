@@ -16,7 +16,7 @@ from pathlib import Path
 from lastwords import clock
 from lastwords.checkpoint import load
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.manifest import Claimed, read_manifest
 from lastwords.checkpoint.remote import record
 from lastwords.checkpoint.remote.address import RemotePath
 from lastwords.checkpoint.remote.store import OnBytes, Store
@@ -70,15 +70,26 @@ def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> lis
     return [one for one in named if one.name]
 
 
+OnProgress = Callable[[str, int, int | None], None]
+
+
 class Uploader:
     """Uploads what is missing from one store.
 
-    roots: the record in the first one says what has been uploaded; the others have a copy.
+    roots: the record in the first one says what has been uploaded; the others have a copy. on_progress: takes the name
+    of a checkpoint, bytes that were sent, and bytes in all.
     """
 
     def __init__(
-        self, roots: Sequence[Path], to: RemotePath, job: str | None, os: Os = REAL_OS, store: Store | None = None
+        self,
+        roots: Sequence[Path],
+        to: RemotePath,
+        job: str | None,
+        os: Os = REAL_OS,
+        store: Store | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
+        self._on_progress = on_progress
         self._roots = roots
         self._to = to
         self._job = job
@@ -141,7 +152,7 @@ class Uploader:
         assert self._store is not None
         began_mono_s = clock.mono_s()
         try:
-            there = upload(one.path, self._store, _progress_of(one), self._os, verify=verify)
+            there = upload(one.path, self._store, self._on_bytes(one), self._os, verify=verify)
         except StorageError:
             raise
         except (BusyError, ReplacedError) as error:
@@ -153,6 +164,19 @@ class Uploader:
             return False
         logger.info("uploaded %s to %s in %.1f s", one.path, there, clock.mono_s() - began_mono_s)
         return True
+
+    def _on_bytes(self, one: Local) -> OnBytes:
+        if self._on_progress is None:
+            return _progress_of(one)
+        on_progress, sent = self._on_progress, 0
+        total = read_manifest(one.path, self._os).total_bytes
+
+        def on_bytes(count: int) -> None:
+            nonlocal sent
+            sent += count
+            on_progress(one.name, sent, total)
+
+        return on_bytes
 
 
 def _progress_of(one: Local) -> OnBytes:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from lastwords import log_lines
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.remote.address import address_of
+from lastwords.controller import telling
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.reporter import AUTO, LAUNCHER
@@ -98,6 +100,8 @@ class Config:
             )
         if data not in ("refetch", "skip"):
             raise ConfigError(f"data must be 'refetch' or 'skip', not {data!r}")
+        log_lines.check(environ.get(log_lines.VARIABLE, ""))
+        telling.check_target(environ.get(telling.VARIABLE, ""))
         _warn_of_unknown(environ)
         job = environ.get("LASTWORDS_JOB", "")
         if job:
@@ -139,12 +143,14 @@ def variables() -> list[str]:
     """Every environment variable that is read here, sorted; each is named like the setting that it sets.
 
     >>> [name for name in variables() if not name.endswith("_S")]
-    ['LASTWORDS_JOB', 'LASTWORDS_REMOTE', 'LASTWORDS_REQUIRE_SPACE', 'LASTWORDS_SHARED_FROM_MB', 'LASTWORDS_TOKEN']
+    ['LASTWORDS_JOB', 'LASTWORDS_LOG', 'LASTWORDS_ON_INCIDENT', 'LASTWORDS_REMOTE', 'LASTWORDS_REQUIRE_SPACE', \
+'LASTWORDS_SHARED_FROM_MB', 'LASTWORDS_TOKEN']
     """
     parts = (Config, ControllerOptions, ProcessorOptions)
     names = [setting.name for part in parts for setting in dataclasses.fields(part) if setting.name.endswith("_s")]
     others = ("job", "token", "remote", "require_space", "shared_from_mb")
-    return sorted(f"{_PREFIX}{name.upper()}" for name in {*names, *others})
+    of_processes = (log_lines.VARIABLE, telling.VARIABLE)  # each reads them itself: a URL is nothing for command lines
+    return sorted({*of_processes, *(f"{_PREFIX}{name.upper()}" for name in {*names, *others})})
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:

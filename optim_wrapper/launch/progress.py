@@ -6,6 +6,7 @@ import io
 import sys
 from typing import TextIO
 
+from lastwords import log_lines
 from lastwords.clock import Clock, mono_s
 
 _QUIET_S = 1.0
@@ -22,7 +23,7 @@ class Progress:
         self._total = total
         self._out = out or sys.stderr or io.StringIO()  # there is no stderr where it was closed from the start
         self._clock = clock
-        self._terminal = self._out.isatty()
+        self._terminal = self._out.isatty() and not log_lines.is_json()
         self._begin_mono_s = clock()
         self._next_mono_s = self._begin_mono_s + _QUIET_S
         self._shown = False
@@ -53,5 +54,5 @@ class Progress:
             filled = round(_WIDTH * share)
             self._out.write(f"\r[{'#' * filled}{'.' * (_WIDTH - filled)}] {text}\x1b[K")
         else:
-            self._out.write(text + "\n")
+            self._out.write(log_lines.said(text, __name__) + "\n")
         self._out.flush()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lastwords import threads
+from lastwords import log_lines, threads
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.controller import launch as controller_launch
@@ -116,6 +116,7 @@ class Protection:
             _log.info("%s", error)
         process = this_process(secrets.token_hex(8))
         core = ProcessorCore(rank, agreement.generation, 0, config.processor)
+        log_lines.know(job=agreement.job, rank=rank, step=lambda: core.stand.ended_step)
         source = self._make_source(self.box_path)
         agent = self._agent = Agent(
             core,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from lastwords import log_lines
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp import ddp_buckets
@@ -99,6 +100,7 @@ class TFTRegister:
         variables: bool = False,
         repeats: bool = False,
     ) -> None:
+        log_lines.begin(os.environ.get("RANK", ""))
         self._enabled = switch.switch_from_env().enabled
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data

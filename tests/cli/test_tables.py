@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from lastwords.checkpoint import layout
-from lastwords.cli import tables
+from lastwords.checkpoint import layout, load
+from lastwords.cli import checkpoint_commands, tables
 from lastwords.cli.main import main
+from lastwords.cli.status_command import view_of
 from tests import golden
 from tests.checkpoint.states import Job
+from tests.page.fake_controller import state_of
 
 JOB = "pretrain-7b-run42-ablation-of-warmup-2026-10-02"
 NAMES = [
@@ -105,4 +109,41 @@ def test_facts_are_wrapped_between_words_only() -> None:
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(tables).failed == 0
+    assert doctest.testmod(tables).failed == doctest.testmod(checkpoint_commands).failed == 0
+
+
+LONGEST = "j" * 64
+"""As long as a job's name may be."""
+
+
+@pytest.mark.parametrize("parent", ["", "p" * 64])
+def test_one_checkpoint_of_the_longest_job_fits_into_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str
+) -> None:
+    path = Job(name=LONGEST).save(tmp_path, 36)
+    examine = load.examine
+
+    def examined(*arguments: Any) -> load.Found:
+        found = examine(*arguments)
+        assert found.manifest is not None
+        return dataclasses.replace(found, manifest=dataclasses.replace(found.manifest, parent_job=parent))
+
+    monkeypatch.setattr(load, "examine", examined)
+    file = Output(terminal=True)
+    made = Console(file=file, width=80, color_system=None, soft_wrap=True)
+    monkeypatch.setattr(tables, "console", lambda: made)
+    assert main(["inspect", str(path), "--tensors"]) == 0
+    lines = file.getvalue().splitlines()
+    assert [line.split() for line in lines if LONGEST in line] == [["job", LONGEST]]
+    assert (["resumed", "from", parent] in [line.split() for line in lines]) is bool(parent)
+    assert not [line for line in lines if len(line) > 80 and str(path) not in line]
+
+
+def test_the_state_of_the_longest_job_fits_into_80_columns() -> None:
+    file = Output(terminal=True)
+    made = Console(file=file, width=80, color_system=None, soft_wrap=True)
+    for part in view_of("127.0.0.1:30051", dataclasses.replace(state_of(3), job=LONGEST)):
+        made.print(part)
+    lines = file.getvalue().splitlines()
+    assert any(LONGEST in line for line in lines)
+    assert not [line for line in lines if len(line) > 80]

@@ -302,9 +302,9 @@ def test_a_hanging_directory_does_not_hold_up_the_other_one(
 def test_lines_are_appended_and_a_full_disk_is_only_mentioned(
     answers: Answers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers.jobs.append_line(tmp_path / "logs" / "lines", "one")
-    answers.jobs.append_line(tmp_path / "logs" / "lines", "two")
-    answers.jobs.append_line(Path("/proc/nowhere/lines"), "three")
+    answers.jobs.record(tmp_path / "logs" / "lines", "one")
+    answers.jobs.record(tmp_path / "logs" / "lines", "two")
+    answers.jobs.record(Path("/proc/nowhere/lines"), "three")
     answers.settle()
     assert (tmp_path / "logs" / "lines").read_text() == "one\ntwo\n"
     assert "/proc/nowhere" in caplog.text
@@ -473,7 +473,7 @@ def test_a_line_that_cannot_be_appended_for_a_moment_is_not_lost(
 
     monkeypatch.setattr(os, "open", open_later)
     monkeypatch.setattr(retry, "PAUSES_S", (0.001,) * len(failures))
-    answers.jobs.append_line(tmp_path / "lines", "one")
+    answers.jobs.record(tmp_path / "lines", "one")
     answers.settle()
     assert (tmp_path / "lines").read_text() == "one\n"
 
@@ -485,13 +485,13 @@ def test_a_line_that_a_full_disk_cuts_off_is_told_and_spoils_no_other_one(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # as a file system that is full after so much
     try:
-        answers.jobs.append_line(path, exit_line(1, "x" * limit))
+        answers.jobs.record(path, exit_line(1, "x" * limit))
         answers.settle()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.stat().st_size == limit
     golden.says(caplog.messages)
-    answers.jobs.append_line(path, exit_line(2, "rank 1 died"))
+    answers.jobs.record(path, exit_line(2, "rank 1 died"))
     answers.settle()
     found = recorded_exit(path, "digits", 2)
     assert found is not None

@@ -189,6 +189,34 @@ def test_ranks_that_leave_together_are_released_and_nothing_is_saved(job: Job) -
     assert latest(job.spec.root) is None
 
 
+def test_neither_an_incident_nor_the_next_one_nor_the_controllers_end_waits_for_a_hook(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each hook waits for what this test does once all is over; one that was waited for would be killed before."""
+    hook = f"cd {tmp_path}; until [ -e gate ]; do sleep 0.05; done; cat > part-$$; mv part-$$ told-$$"
+    monkeypatch.setenv("LASTWORDS_ON_INCIDENT", hook)
+    monkeypatch.setenv("LASTWORDS_LOG", "json")
+    job.start(silence_timeout_s=5.0)
+    puppets = job.train(steps=3)
+    puppets[1].session._call.cancel()
+    for puppet in puppets:
+        puppet.await_resume(1)
+    puppets[1].call("mark_raised", "boom", False)
+    for puppet in puppets:
+        assert puppet.exit_order().kind is ExitKind.SAVED
+        puppet.close()
+    job.assert_nothing_is_left()
+    assert [incident["outcome"] for incident in job.incidents()] == ["FALSE_ALARM", "SAVED"]
+    assert not [*tmp_path.glob("told-*")]
+    (tmp_path / "gate").touch()
+    wait_for(lambda: len([*tmp_path.glob("told-*")]) == 2)
+    told = sorted(path.read_text() for path in tmp_path.glob("told-*"))
+    assert told == sorted(job.spec.incidents_path.read_text().splitlines(keepends=True))
+    log = [json.loads(line) for line in job.handles[0].log_path.read_text().splitlines()]
+    assert {line["job"] for line in log} == {job.spec.job}
+    assert [line for line in log if line["message"].startswith("incident 2 ")]
+
+
 def test_a_death_before_the_first_step_leaves_a_message_and_no_directory(job: Job) -> None:
     job.start()
     puppets = job.train(steps=0)

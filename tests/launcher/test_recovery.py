@@ -347,6 +347,21 @@ def test_what_a_controller_writes_meanwhile_stays(tmp_path: Path) -> None:
     assert path.read_text().splitlines()[-2:] == [line, "{}"]
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_recovery_is_told_once_it_is_written_or_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    path = tmp_path / "incidents.jsonl" if writable else Path("/proc/nowhere/incidents.jsonl")
+    line, told = recovered_line(), []
+
+    def tell(said: str) -> None:
+        told.append((said, path.read_text() if writable else ""))
+
+    monkeypatch.setattr(head._telling, "tell", tell)
+    head._tell_of(line, path)
+    assert told == [(line, f"{line}\n" if writable else "")]
+
+
 def test_the_line_of_a_recovery_leads_to_the_controllers_line(tmp_path: Path) -> None:
     """The launcher counts entries, the controller generations: without it nobody can tell which belong together."""
     path = tmp_path / "incidents.jsonl"

@@ -139,6 +139,7 @@ def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(
 def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
     others = {"LASTWORDS_JOB": "j", "LASTWORDS_TOKEN": "t", "LASTWORDS_REQUIRE_SPACE": "1", "OTHER": "x"}
     others |= {"LASTWORDS_REMOTE": "s3://bucket/job", "LASTWORDS_SHARED_FROM_MB": "64"}
+    others |= {"LASTWORDS_ON_INCIDENT": "./page.sh", "LASTWORDS_LOG": "text"}
     assert {*others, *DEFAULTS} - {"OTHER"} == set(config.variables())
     of_the_launcher = {LAUNCHER: "0 /tmp/launcher/ranks"}
     Config.from_env(**GOOD, environ={**others, **of_the_launcher, **dict.fromkeys(DEFAULTS, "5")})
@@ -164,3 +165,9 @@ def test_what_is_shared_out_is_a_number_of_megabytes() -> None:
     for text in ("-1", "many", "nan"):
         with golden.raises(ConfigError):
             Config.from_env(**GOOD, environ={"LASTWORDS_SHARED_FROM_MB": text})
+
+
+@pytest.mark.parametrize("wrong", [{"LASTWORDS_ON_INCIDENT": "https://"}, {"LASTWORDS_LOG": "xml"}])
+def test_what_tells_of_incidents_is_checked_before_any(wrong: dict[str, str]) -> None:
+    with golden.raises(ConfigError):
+        Config.from_env(0, "127.0.0.1", 30051, "/tmp/c", environ=wrong)

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lastwords.page import metrics
 from lastwords.page.columns import Look
+from lastwords.page.incidents import CAUSES, OUTCOMES
 from lastwords.state import OpenIncident
 from tests.page.fake_controller import rank_of, state_of
 from tests.page.test_incidents import RECOVERED, SAVED, read
@@ -60,7 +61,21 @@ def test_names_are_as_prometheus_wants_them() -> None:
 
 def test_no_label_is_a_ranks_but_of_two_names() -> None:
     long = {name for name, family in families(LOOK).items() if len(family.samples) > 20}
-    assert long == {"lastwords_rank_up", "lastwords_rank_step"}
+    assert long == {"lastwords_rank_up", "lastwords_rank_step", "lastwords_incidents"}
+    assert len(families(LOOK)["lastwords_incidents"].samples) == len(OUTCOMES) * (len(CAUSES) + 1)
+
+
+def test_a_counter_is_there_before_the_first_incident_so_that_its_increase_is_seen() -> None:
+    before = Look(note="none")
+    assert value(before, "incidents_total", cause="death", outcome="NOT_SAVED") == 0
+    assert value(before, "steps_lost_total") == 0
+
+
+def test_steps_that_are_done_again_are_counted() -> None:
+    refused = {**SAVED, "outcome": "NOT_SAVED", "step": 0, "path": ""}
+    resumed = {**RECOVERED, "step": 20}
+    assert value(Look(incidents=read(refused, resumed, resumed)), "steps_lost_total") == 2 * (31 - 20)
+    assert value(Look(incidents=read(SAVED, RECOVERED)), "steps_lost_total") == 0
 
 
 def test_of_a_controller_that_does_not_answer_only_that_is_told_and_what_the_files_say() -> None:
