@@ -22,7 +22,6 @@ import transformers.trainer as trainer_module
 from accelerate.optimizer import patch_optimizer_step
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from lastwords.clock import wall_ns
 from lastwords.errors import ConfigError
 from lastwords.integrations import accelerate_data, pins
 from lastwords.optim_wrapper.resume.resume_point import peek
@@ -34,6 +33,7 @@ PINNED = {
     "transformers.trainer:Trainer._inner_training_loop": "c89d74163f890146",
     "transformers.trainer:Trainer._init_training_state": "e5727cdc871c169c",
     "transformers.trainer:Trainer._run_epoch": "8a7e29af0fb38ea9",
+    "transformers.trainer:Trainer._finalize_training": "971a3770c7818b94",
     "transformers.trainer:Trainer._maybe_log_save_evaluate": "44f1ba9bd692e20c",
     "transformers.trainer:Trainer._get_grad_norm": "e7ff4ef75fb70c91",
     "transformers.trainer:Trainer._get_learning_rate": "00ebcde49658d49e",
@@ -186,10 +186,12 @@ class _Protected(TrainerCallback):
         self._epoch, self._begun_at = 0, 0
         """The epoch under way, from 0, and the number of the step that came before it."""
         self._resumed: Any = None
+        self._again = self._evaluates_first = False
         ours = {
             "_inner_training_loop": self._inner_training_loop,
             "_init_training_state": self._init_training_state,
             "_run_epoch": self._run_epoch,
+            "_finalize_training": self._finalize_training,
             "training_step": self._training_step,
             "_get_grad_norm": self._get_grad_norm,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
@@ -260,12 +262,16 @@ class _Protected(TrainerCallback):
         if (0 if point is None else point.global_step) != (0 if peeked is None else peeked.global_step):
             raise ConfigError(f"another checkpoint has come to {self._path} while training began: start again")
         self._ended = 0 if point is None else point.global_step
-        if point is not None and not point.begun:
-            self._do_again(state, point.step)
+        self._again = point is not None and not point.begun
+        self._evaluates_first, args.eval_on_start = args.eval_on_start, args.eval_on_start and point is None
 
-    def _do_again(self, state: Any, step: int) -> None:
-        """What comes between the step's end and the next one's begin: it was cut off, with what it had drawn."""
-        trainer, of_all = self._trainer, self._of_all
+    def _do_again(self, start_time: float) -> None:
+        """What comes between the step's end and the next one's begin, if it was cut off, with what it had drawn."""
+        trainer, of_all, state = self._trainer, self._of_all, self._trainer.state
+        trainer.args.eval_on_start = self._evaluates_first
+        if not self._again:
+            return
+        self._again = False
         norm = None if of_all.gradient_norm is None else torch.tensor(of_all.gradient_norm)
         self._tft.step_begin()
         epoch = self._resumed.epoch - 1
@@ -278,7 +284,7 @@ class _Protected(TrainerCallback):
                 None,
                 epoch,
                 None,
-                wall_ns() / 1e9,
+                start_time,
                 learning_rate=of_all.rate,
             )
 
@@ -289,6 +295,7 @@ class _Protected(TrainerCallback):
 
     def _run_epoch(self, *, epoch: int, epochs_trained: int, **more: Any) -> None:
         trainer = self._trainer
+        self._do_again(more["start_time"])
         if trainer.control.should_training_stop:  # the saved run was about to
             return
         resumed = self._resumed is not None and epoch == epochs_trained
@@ -298,6 +305,12 @@ class _Protected(TrainerCallback):
         more["resume_from_checkpoint"] = str(self._path) if resumed else None
         with _no_batch_skipped(trainer.args) if resumed else _as_it_is():
             self._plain["_run_epoch"](epoch=epoch, epochs_trained=epochs_trained, **more)
+
+    def _finalize_training(self, trial: Any, samples: Any, start_time: float) -> Any:
+        """The loop is over."""
+        self._do_again(start_time)
+        self._tft.stop()
+        return self._plain["_finalize_training"](trial, samples, start_time)
 
     def _get_grad_norm(self, *of: Any, **more: Any) -> Any:
         """Right before the update."""
@@ -327,10 +340,6 @@ class _Protected(TrainerCallback):
         self._plain["_maybe_log_save_evaluate"](*of, **more)
         if together:  # no rank begins the next step before all are done with this, or it could not be done again
             trainer.accelerator.wait_for_everyone()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
-        """The loop is over."""
-        self._tft.stop()
 
 
 def _agreed(point: Any) -> Any:
