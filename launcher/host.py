@@ -412,7 +412,7 @@ class Host:
             def once() -> None:
                 self._selector.unregister(pidfd)
                 os.close(pidfd)
-                ended()
+                self._try(f"the processes of rank {rank} cannot be looked for", ended)
 
             self._selector.register(pidfd, selectors.EVENT_READ, once)
 
