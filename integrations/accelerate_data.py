@@ -43,5 +43,6 @@ def batches_of(loader: Any) -> Batches:
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator()  # as its first iterator would, which is too late to be put back
     batches = Batches(ahead=True)
+    batches.given_by = loader
     batches.stand_in(loader.base_dataloader)
     return batches

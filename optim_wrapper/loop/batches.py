@@ -75,6 +75,8 @@ class Batches:
     def __init__(self, loader: Any = None, *, ahead: bool = False) -> None:
         self.loader, self.ahead = loader, ahead
         self._plain: type | None = None
+        self.given_by: Any = None
+        """What hands its batches on, one later: what the loop iterates over."""
         self._loop: Callable[[], Loop] | None = None
         self._resumed: _At | None = None
         self._at = _At()

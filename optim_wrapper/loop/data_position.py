@@ -209,8 +209,8 @@ class Draws:
     seen: for the checkpoint.
     """
 
-    def __init__(self, loader: Any, facts: LoaderFacts, saved: Drawn) -> None:
-        self._here, self._shared = draws_here(facts), facts.kind is Kind.ITERABLE
+    def __init__(self, loader: Any, facts: LoaderFacts, saved: Drawn, *, followed: bool = False) -> None:
+        self._here, self._shared = draws_here(facts) and not followed, facts.kind is Kind.ITERABLE
         self._text = _drawing(loader, facts) if self._here else ""
         self.seen = saved
         self.looks = False

@@ -86,7 +86,8 @@ class Steps:
     `accumulate` batches make one step; an epoch's left-over batches make its last one. `ends_step` tells the loop's
     body whether the batch in hand is its step's last. aside: a context in which the sampler is told its epoch. onward:
     where the resumed loop goes on in its data, where that is not what comes after so many steps, and what of the loader
-    differs. placed: its own state is back: its next iterator goes on where the saved one stood.
+    differs. placed: its own state is back: its next iterator goes on where the saved one stood. followed: by `Batches`,
+    which know what it draws.
     Raises ConfigError for a loader without a usable length.
     """
 
@@ -104,6 +105,7 @@ class Steps:
         show_progress: bool = False,
         onward: Onward | None = None,
         placed: bool = False,
+        followed: bool = False,
     ) -> None:
         for name, value, least in (("epochs", epochs, 0), ("accumulate", accumulate, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -118,7 +120,7 @@ class Steps:
         self._onward = onward = onward or Onward()
         carried = onward.carried
         self._carried = None if placed else carried
-        self._draws = Draws(loader, self._facts, onward.saved.draws)
+        self._draws = Draws(loader, self._facts, onward.saved.draws, followed=followed)
         self._at_start = LoopFacts(
             steps_per_epoch=self.steps_per_epoch,
             epochs=epochs,
@@ -129,7 +131,7 @@ class Steps:
             inputs=about(loader, self._facts.batches, accumulate),
             carried=None if self._carried is None else self._carried.begun,
         )
-        self._placed = placed
+        self._placed, self._followed = placed, followed
         self._data: DataMode = data
         self._show_progress = show_progress
         self._begun = False
@@ -146,7 +148,7 @@ class Steps:
         self.ends_step = False
         said = [*onward.reasons, *counted_out]
         self.ledger = ledger or Ledger()
-        self.ledger.tell(*static_reasons(loader, self._facts, "skip" if placed else data), *said)
+        self.ledger.tell(*static_reasons(loader, self._facts, "skip" if placed and not followed else data), *said)
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
         for reason in said if show_progress else ():
             _log.warning("lastwords: not exact, because %s", reason)
@@ -279,8 +281,8 @@ class Steps:
         """Whether the epoch that is resumed has to be opened at all, be it only to let it end."""
         if self._carried is not None:
             return self._carried.batches > 0
-        if here.step < self.steps_per_epoch:
-            return True
+        if here.step < self.steps_per_epoch or self._followed:
+            return here.step < self.steps_per_epoch
         # Its last step has ended; but only now would the iterator be asked for more, and samplers draw from their
         # generators even then. With workers that has happened long ago, as they are ahead.
         if self._facts.workers or self._facts.kind is Kind.SEQUENCE:

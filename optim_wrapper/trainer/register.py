@@ -129,6 +129,7 @@ class TFTRegister:
         loaders = [one for one in (local_extras or {}).values() if isinstance(one, Batches)]
         if len(loaders) > 1:
             raise ConfigError(f"local_extras has {len(loaders)} Batches: a loop draws its batches from one loader")
+        self._batches = loaders[0] if loaders else None
         for one in loaders:
             one.join(lambda: self._started("iter(Batches)"))
             if one.loader is not None:
@@ -335,6 +336,7 @@ class TFTRegister:
             raise ConfigError("the training loop has already begun; call steps() once, before the first step")
         here = onward(run.resumed, loader, accumulate, run.world.size)
         resumed_regions = run.resumed is not None and bool(run.resumed.regions)
+        followed = self._batches is not None and loader in (self._batches, self._batches.given_by)
         run.steps = steps = Steps(
             loader,
             epochs,
@@ -346,7 +348,8 @@ class TFTRegister:
             data=self._config.data,
             show_progress=run.world.rank == 0,
             onward=here,
-            placed=resumed_regions and loader in self._recorder.local_extras,
+            placed=resumed_regions and (followed or loader in self._recorder.local_extras),
+            followed=followed,
         )
         return _iterate(run, steps, loader, known_length=here.carried is None)
 

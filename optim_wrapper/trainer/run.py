@@ -231,6 +231,8 @@ class Run:
 
     def begin_step(self) -> None:
         """A loop of the user's own begins a step here: the streams are put back, or the copies taken once more."""
+        if self.steps is not None:
+            return
         resumed, self._not_begun = self._not_begun, None
         if resumed is not None and resumed.regions and not self.begun:
             early = [*self.recorder.moved_since(), *filter(None, [self.recorder.drawn_early()])]
@@ -389,7 +391,9 @@ class ProtectedRun(Run):
         self.look_again()
 
     def begin_step(self) -> None:
-        """A loop of the user's own begins a step here."""
+        """A loop of the user's own begins a step here; `steps()` does so by itself."""
+        if self.steps is not None:
+            return
         own_loop.refuse_begin_after_update(self.protection.agent.stand)
         super().begin_step()
 

@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    "framework", ["transformers", "transformers, a collator that draws", "lightning", "accelerate"]
+    "framework", ["transformers", "transformers, a collator that draws", "lightning", "accelerate", "accelerate, a collator that draws"]
 )
 def test_a_script_that_uses_a_trainer_is_healed_bit_for_bit(
     framework: str, whole: Callable[[str], Path], tmp_path: Path
@@ -68,6 +68,7 @@ def test_a_script_that_uses_a_trainer_is_healed_bit_for_bit(
         ("transformers, a batch ahead", ""),  # accelerate's loader has drawn the next batch when a step ends
         ("lightning", "step_begin"),
         ("accelerate", "scheduler"),
+        ("accelerate, a collator that draws", "batches"),
     ],
 )
 def test_a_script_that_leaves_out_what_it_has_to_say_goes_on_otherwise(

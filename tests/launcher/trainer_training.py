@@ -64,13 +64,16 @@ class Job:
         self.tft: Any = None
         self.state: Callable[[], list[Any]]
 
-    def protect(self, model: nn.Module, optimizer: Any, scheduler: Any, **more: Any) -> Any:
-        """All that a script has to do before its loop; returns what is resumed."""
+    def protect(self, model: nn.Module, optimizer: Any, scheduler: Any, data: Any = None, **more: Any) -> Any:
+        """All that a script has to do before its loop; returns what is resumed. data: a local extra."""
         rates = optimizer.param_groups
         self.state = lambda: [model.state_dict(), optimizer.state_dict()["state"], [one["lr"] for one in rates]]
         extras = {"scheduler": scheduler, **more} if LEFT_OUT != "scheduler" else more
         forget = ["model._current_fx_name"]  # of lightning: which hook is running
-        self.tft = lastwords.protect(CHECKPOINTS, model=model, optimizer=optimizer, extras=extras, forget=forget)
+        of_rank = {"data": data} if data is not None else None
+        self.tft = lastwords.protect(
+            CHECKPOINTS, model=model, optimizer=optimizer, extras=extras, local_extras=of_rank, forget=forget
+        )
         self.tft.start()
         point = self.tft.resume(missing_ok=True)
         if point is not None:
@@ -312,19 +315,21 @@ def lightning_trainer(collate: Any = None) -> None:
 # ---------------------------------------------------------------------- accelerate
 
 
-def accelerate_loop() -> None:
+def accelerate_loop(collate: Any = None) -> None:
     import accelerate
+
+    from lastwords.integrations.accelerate_data import batches_of
 
     job = Job()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     accelerate.utils.set_seed(7)
     net = Net()
     optimizer = lastwords.OptTFTWrapper(torch.optim.AdamW(net.parameters(), 1e-2))
-    loader: Any = DataLoader(Texts(), BATCH, shuffle=True)
+    loader: Any = DataLoader(Texts(), BATCH, shuffle=True, collate_fn=collate)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
     model, its_optimizer, loader = accelerator.prepare(net, optimizer, loader)
     torch.manual_seed(5 + RANK)
-    job.protect(model, optimizer, schedule)
+    job.protect(model, optimizer, schedule, batches_of(loader) if collate and LEFT_OUT != "batches" else None)
     for *_, batch in job.tft.steps(loader, EPOCHS, accumulate=ACCUMULATE):
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"])
@@ -346,6 +351,7 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "lightning": lightning_trainer,
     "lightning, a collator that draws": lambda: lightning_trainer(masked),
     "accelerate": accelerate_loop,
+    "accelerate, a collator that draws": lambda: accelerate_loop(masked),
 }
 
 if __name__ == "__main__":
