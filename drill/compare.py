@@ -1,0 +1,177 @@
+"""Two runs, leaf by leaf: the first bit that differs, and what may be the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from lastwords.drill.phases import Drill
+from lastwords.drill.records import Leaves, Life
+from lastwords.optim_wrapper.launch.drill_plan import BESIDE, STATE
+
+AT_RESUME = ("hyperparameter", "extras", "local_extras", "buffer", "parameter", "optimizer")
+"""Kinds that are back when a loop begins; random streams come back while it finds its place in the data."""
+
+SUSPECTS_MAX = 8
+
+BITWISE, TOLD, DIFFERS, FAILED = "bitwise", "told", "differs", "failed"
+"""What came of a drill: no bit differs; one does, and `resume()` had said so; one does without a word; no resume."""
+
+Run = Mapping[int, Life]
+"""Rank -> its life."""
+
+_Names = Collection[tuple[str, str]]
+"""Kinds and names of leaves."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of a rank's state after a step. more: others that differ there as well."""
+
+    kind: str
+    name: str
+    step: int
+    rank: int
+    more: int = 0
+
+    def __str__(self) -> str:
+        more = f" (and {self.more} more)" if self.more else ""
+        return f"{self.kind} {self.name}{more} after step {self.step} on rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a drill.
+
+    resumed_after: global step of the checkpoint; 0: there was none, and the script began anew. compared: global steps
+    that were compared. first: the first leaf that differs. at_resume: that differed right after resume(). reasons:
+    those of `ResumePoint`, and what was found since. suspects: what nobody saved, and was not what it should have been.
+    problem: why there was nothing to compare. spoilt: the parameter of which a self-test has flipped a bit.
+    """
+
+    drill: Drill
+    kind: str
+    resumed_after: int = 0
+    compared: int = 0
+    first: Leaf | None = None
+    at_resume: Leaf | None = None
+    reasons: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
+    problem: str = ""
+    spoilt: str = ""
+
+
+def differing(one: Leaves, other: Leaves, kinds: Sequence[str], but: _Names = ()) -> list[tuple[str, str]]:
+    """Kinds and names of the leaves that differ, or that only one of them has."""
+    found = []
+    for kind in kinds:
+        here, there = one.get(kind, {}), other.get(kind, {})
+        if here != there:
+            names = dict.fromkeys([*here, *there])
+            found += [(kind, name) for name in names if here.get(name) != there.get(name) and (kind, name) not in but]
+    return found
+
+
+def first_difference(reference: Run, run: Run, after: int = 0, kinds: Sequence[str] = STATE) -> Leaf | None:
+    """In the steps after `after` that both have: of the earliest step, on the lowest rank."""
+    for step in sorted({step for life in run.values() for step in life.steps if step > after}):
+        for rank, life in sorted(run.items()):
+            there = reference[rank].steps.get(step) if rank in reference else None
+            here = life.steps.get(step)
+            if here is None or there is None:
+                continue
+            if names := differing(there.leaves, here.leaves, kinds):
+                return Leaf(*names[0], step, rank, len(names) - 1)
+    return None
+
+
+def unsteady(one: Run, other: Run) -> frozenset[tuple[str, str]]:
+    """Kinds and names of attributes and variables that differ from run to run although nothing was killed: times."""
+    return frozenset(
+        name
+        for rank in one.keys() & other.keys()
+        for step in one[rank].steps.keys() & other[rank].steps.keys()
+        for name in differing(one[rank].steps[step].leaves, other[rank].steps[step].leaves, BESIDE)
+    )
+
+
+def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], unsteady: _Names, last: int) -> Verdict:
+    """lives: of each rank in the run with the deaths. last: step after which that run was to end."""
+    before = {rank: every[0] for rank, every in lives.items() if every}
+    if (first := first_difference(reference, before)) is not None:
+        return Verdict(drill, FAILED, first=first, problem=f"already before the kill another bit: {first}")
+    missing = [rank for rank in reference if len(lives.get(rank, ())) < 2]
+    if missing:
+        dead = any(life.dies for every in lives.values() for life in every)
+        why = "was not started again" if dead else "was not killed: it never came there this time"
+        return Verdict(drill, FAILED, problem=f"rank {missing[0] if dead else drill.death.ranks[0]} {why}")
+    run = {rank: every[-1] for rank, every in lives.items()}
+    after = {life.begin.step for life in run.values()}
+    begun_at = min(after)
+    ended = min(max(life.steps, default=life.begin.step) for life in run.values())
+    reasons = tuple(dict.fromkeys(why for life in run.values() for why in reasons_of(life)))
+    if len(after) > 1 or ended < last:
+        problem = f"the run went on after step {begun_at}, and ended after step {ended}, not {last}"
+        return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
+    first = first_difference(reference, run, begun_at)
+    kind = BITWISE if first is None else TOLD if reasons else DIFFERS
+    resumed = all(life.begin.resumed for life in run.values())
+    return Verdict(
+        drill,
+        kind,
+        begun_at if resumed else 0,
+        ended - begun_at,
+        first,
+        _restored_otherwise(reference, run, begun_at) if resumed and first is not None else None,
+        reasons,
+        suspects_of(reference, run, begun_at, unsteady) if resumed else (),
+        spoilt=run[0].spoilt,
+    )
+
+
+def reasons_of(life: Life) -> list[str]:
+    """Why its resume is not exact, as it was told when the loop began."""
+    return life.begin.reasons
+
+
+def _restored_otherwise(reference: Run, run: Run, step: int, kinds: Sequence[str] = AT_RESUME) -> Leaf | None:
+    for rank, life in sorted(run.items()):
+        saved = reference[rank].steps.get(step)
+        if saved is not None and not life.begin.own_loop:
+            if names := differing(saved.leaves, life.begin.leaves, kinds):
+                return Leaf(*names[0], step, rank, len(names) - 1)
+    return None
+
+
+def suspects_of(reference: Run, run: Run, step: int, unsteady: _Names) -> tuple[str, ...]:
+    """Names of variables and attributes that the loop had changed by `step`, and that are not back."""
+    found: dict[str, None] = {}
+    for rank, life in sorted(run.items()):
+        saved = reference[rank].steps.get(step)
+        if saved is None:
+            continue
+        changed = {*differing(reference[rank].begin.leaves, saved.leaves, BESIDE)}
+        for kind, name in differing(saved.leaves, life.begin.leaves, BESIDE, unsteady):
+            there = name in saved.leaves.get(kind, {}) and name in life.begin.leaves.get(kind, {})
+            if there and (kind, name) in changed and not name.startswith("loader."):
+                found[name] = None
+    return tuple(found)[:SUSPECTS_MAX]
+
+
+def replicated(reference: Run, step: int, kind: str) -> bool:
+    """Whether all ranks hold the same leaves of this kind."""
+    held = [life.steps[step].leaves.get(kind, {}) for life in reference.values()]
+    return all(one == held[0] for one in held)
+
+
+def judge_fewer(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], step: int) -> Verdict:
+    """Of a run on fewer ranks that ends where it has resumed: state that all ranks hold is what it was."""
+    run = {rank: every[-1] for rank, every in lives.items() if every}
+    if not run or not all(life.begin.resumed for life in run.values()):
+        return Verdict(drill, FAILED, problem="no rank resumed")
+    reasons = tuple(dict.fromkeys(why for life in run.values() for why in reasons_of(life)))
+    kinds = [kind for kind in ("hyperparameter", "parameter", "optimizer") if replicated(reference, step, kind)]
+    if "parameter" not in kinds:
+        return Verdict(drill, FAILED, step, reasons=reasons, problem="not compared: each rank holds a part of its own")
+    first = _restored_otherwise(reference, run, step, kinds)
+    return Verdict(drill, BITWISE if first is None else DIFFERS, step, 0, first, first, reasons)
