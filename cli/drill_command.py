@@ -21,6 +21,7 @@ from lastwords.drill.drill import CommandFailedError, Wishes, drill
 from lastwords.drill.report import Report
 from lastwords.drill.runs import Runs
 from lastwords.errors import ConfigError, StorageError
+from lastwords.optim_wrapper.launch.drill_plan import STREAM
 
 BITWISE, DIFFERENT, NOT_REPRODUCIBLE, COMMAND_FAILED = 0, 1, 6, 7
 """Exit codes, beside those of wrong usage and of the file system."""
@@ -141,7 +142,7 @@ def _drilled(runs: Runs, wishes: Wishes, report: Report, *, as_json: bool) -> in
     if report.irreproducible is not None:
         say(
             f"the script is not reproducible by itself: two undisturbed runs differ, first in {report.irreproducible}. "
-            "Seed all generators, and on a GPU use torch.use_deterministic_algorithms(True)"
+            f"{_unseeded(report)}Seed all generators, and on a GPU use torch.use_deterministic_algorithms(True)"
         )
         return NOT_REPRODUCIBLE
     if not as_json:
@@ -149,6 +150,11 @@ def _drilled(runs: Runs, wishes: Wishes, report: Report, *, as_json: bool) -> in
     if wishes.self_test:
         return _self_test(report)
     return BITWISE if report.is_bitwise else DIFFERENT
+
+
+def _unseeded(report: Report) -> str:
+    streams = [name.removeprefix(STREAM).strip() for name in report.set_aside if name.startswith(STREAM)]
+    return f"Random streams that differ, too: {', '.join(streams)}. " if streams else ""
 
 
 def _show(report: Report) -> None:

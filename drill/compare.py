@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lastwords.drill.phases import Drill
 from lastwords.drill.records import Leaves, Life
-from lastwords.optim_wrapper.launch.drill_plan import BESIDE, STATE
+from lastwords.optim_wrapper.launch.drill_plan import BESIDE, MAY_DIFFER, STATE
 
 AT_RESUME = ("hyperparameter", "extras", "local_extras", "buffer", "parameter", "optimizer")
 """Kinds that are back when a loop begins; random streams come back while it finds its place in the data."""
@@ -72,33 +72,36 @@ def differing(one: Leaves, other: Leaves, kinds: Sequence[str], but: _Names = ()
     return found
 
 
-def first_difference(reference: Run, run: Run, after: int = 0, kinds: Sequence[str] = STATE) -> Leaf | None:
-    """In the steps after `after` that both have: of the earliest step, on the lowest rank."""
+def first_difference(reference: Run, run: Run, but: _Names = (), after: int = 0) -> Leaf | None:
+    """In the steps after `after` that both have: of the earliest step, on the lowest rank. but: what may differ."""
     for step in sorted({step for life in run.values() for step in life.steps if step > after}):
         for rank, life in sorted(run.items()):
             there = reference[rank].steps.get(step) if rank in reference else None
             here = life.steps.get(step)
             if here is None or there is None:
                 continue
-            if names := differing(there.leaves, here.leaves, kinds):
+            if names := differing(there.leaves, here.leaves, STATE, but):
                 return Leaf(*names[0], step, rank, len(names) - 1)
     return None
 
 
 def unsteady(one: Run, other: Run) -> frozenset[tuple[str, str]]:
-    """Kinds and names of attributes and variables that differ from run to run although nothing was killed: times."""
+    """Kinds and names of what differs from run to run although nothing was killed, and need not be equal.
+
+    Times in attributes and variables; random streams that nobody seeds, and from which nothing comes into the state.
+    """
     return frozenset(
         name
         for rank in one.keys() & other.keys()
         for step in one[rank].steps.keys() & other[rank].steps.keys()
-        for name in differing(one[rank].steps[step].leaves, other[rank].steps[step].leaves, BESIDE)
+        for name in differing(one[rank].steps[step].leaves, other[rank].steps[step].leaves, MAY_DIFFER)
     )
 
 
 def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], unsteady: _Names, last: int) -> Verdict:
     """lives: of each rank in the run with the deaths. last: step after which that run was to end."""
     before = {rank: every[0] for rank, every in lives.items() if every}
-    if (first := first_difference(reference, before)) is not None:
+    if (first := first_difference(reference, before, unsteady)) is not None:
         return Verdict(drill, FAILED, first=first, problem=f"already before the kill another bit: {first}")
     missing = [rank for rank in reference if len(lives.get(rank, ())) < 2]
     if missing:
@@ -113,7 +116,7 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
     if len(after) > 1 or ended < last:
         problem = f"the run went on after step {begun_at}, and ended after step {ended}, not {last}"
         return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
-    first = first_difference(reference, run, begun_at)
+    first = first_difference(reference, run, unsteady, begun_at)
     kind = BITWISE if first is None else TOLD if reasons else DIFFERS
     resumed = all(life.begin.resumed for life in run.values())
     return Verdict(

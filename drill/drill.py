@@ -53,11 +53,11 @@ def drill(runs: Runs, wishes: Wishes, report: Report, say: Callable[[str], None]
     reference, again = first.firsts, second.firsts
     report.world = len(reference)
     report.steps = last = min(first.ended.values())
-    report.irreproducible = first_difference(reference, again)
+    aside = unsteady(reference, again)
+    report.set_aside = sorted({f"{kind} {name}" for kind, name in aside})
+    report.irreproducible = first_difference(reference, again, aside)
     if report.irreproducible is not None:
         return
-    aside = unsteady(reference, again)
-    report.set_aside = sorted({name for _, name in aside})
     if wishes.self_test:
         steps = [step for step in reference[0].steps if 2 < step < last] or [2]
         death = Death((max(reference),), steps[len(steps) // 2], FORWARD, 1)

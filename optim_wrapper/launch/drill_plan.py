@@ -19,11 +19,16 @@ FORWARD, BACKWARD, UPDATE, END, EVALUATION = "forward", "backward", "update", "e
 """What a rank comes by: a module's forward pass with gradients, one without or in evaluation mode, the way back through
 a module, the end of an optimizer's update, and that of a step."""
 
-STATE = ("random stream", "hyperparameter", "extras", "local_extras", "buffer", "parameter", "optimizer")
+STREAM = "random stream"
+
+STATE = (STREAM, "hyperparameter", "extras", "local_extras", "buffer", "parameter", "optimizer")
 """Kinds of leaves that have to be equal in two runs; causes before effects."""
 
 BESIDE = ("variable", "attribute")
 """Kinds of leaves in which may be what nothing reads: a time, a path, a sum for the log."""
+
+MAY_DIFFER = (STREAM, *BESIDE)
+"""Kinds of leaves of which one may differ in two runs whose state is equal: a stream that nobody seeds or draws from."""
 
 
 @dataclass(frozen=True)
