@@ -22,6 +22,9 @@ from lastwords.sharding.dtensor import local_of
 Leaves = dict[str, dict[str, str]]
 """Kind ("parameter", "optimizer", ...) -> name -> digest."""
 
+_OF_TORCH = "__composable_api_state_key"
+"""In the name of an attribute that is called otherwise in each process."""
+
 _DEPTH = 2
 """Levels of an extra's state that have names of their own."""
 
@@ -40,7 +43,7 @@ def leaves_of(recorder: StepRecorder) -> Leaves:
         "extras": dict(_of_extras(recorder.extras_now)),
         "local_extras": dict(_of_extras(recorder.local_extras_now)),
         "random stream": {name.removeprefix("rng/"): digest(one) for name, one in recorder.streams().items()},
-        "attribute": {name: digest(one) for name, one in attributes.items()},
+        "attribute": {name: digest(one) for name, one in attributes.items() if _OF_TORCH not in name},
         "variable": {name: digest(one) for name, one in beside.items()},
     }
     return {kind: one for kind, one in found.items() if one}
