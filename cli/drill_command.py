@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command; others before `--` are those of `lastwords run`."""
     parser.usage = "lastwords drill [flags, also those of lastwords run] -- SCRIPT [ARGUMENTS]"
     parser.allow_abbrev = False
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, default=2, metavar="N", help="ranks (default: 2)"
+    )
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="N", help=f"global steps of each run (default: {STEPS})"
     )
@@ -48,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep outputs, records and checkpoints in DIR")
     parser.add_argument("--self-test", action="store_true", help="spoil one bit on a resume: the drill has to name it")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the report to FILE (-: stdout), too")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the report to FILE (-: stdout), too"
+    )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -117,7 +121,9 @@ def _folder(kept: Path | None) -> Path:
             raise ConfigError(f"--keep {kept}: the directory is not empty")
         return kept.absolute()
     except OSError as error:
-        raise StorageError(f"cannot write {kept or tempfile.gettempdir()}: {error.strerror}", errno=error.errno or 0) from error
+        raise StorageError(
+            f"cannot write {kept or tempfile.gettempdir()}: {error.strerror}", errno=error.errno or 0
+        ) from error
 
 
 def _what(command: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
@@ -149,6 +155,8 @@ def _drilled(runs: Runs, wishes: Wishes, report: Report, *, as_json: bool) -> in
         _show(report)
     if wishes.self_test:
         return _self_test(report)
+    for line in [] if as_json else report.advice():
+        print(line)
     return BITWISE if report.is_bitwise else DIFFERENT
 
 
@@ -162,8 +170,6 @@ def _show(report: Report) -> None:
     columns = ["phase", "killed ranks", "in step", "resumed after", "compared with the undisturbed run"]
     rows = [[tables.plain(cell) for cell in row] for row in report.rows()]
     tables.console().print(tables.table(title, columns, rows, wrap=columns[-1:]))
-    for line in report.advice():
-        print(line)
 
 
 def _self_test(report: Report) -> int:

@@ -73,12 +73,14 @@ def drill(runs: Runs, wishes: Wishes, report: Report, say: Callable[[str], None]
         _on_fewer(runs, wishes, first, report, say)
 
 
-
-
 def _undisturbed(runs: Runs, wishes: Wishes, name: str) -> Outcome:
     outcome = runs.run(name, wishes.ranks, Plan(wishes.steps))
+    if not wishes.keeps:
+        runs.drop_checkpoints(outcome)
     if outcome.code is None:
-        ended = ", ".join(f"rank {rank} step {step}" for rank, step in outcome.ended.items()) or "none has begun its loop"
+        ended = (
+            ", ".join(f"rank {rank} step {step}" for rank, step in outcome.ended.items()) or "none has begun its loop"
+        )
         raise CommandFailedError(
             f"the command has not come to the end of step {wishes.steps} in {outcome.took_s:.0f} s (newest steps that "
             f"have ended: {ended}): --steps or --timeout; its output is in {outcome.folder}/output.log:\n"
@@ -89,8 +91,11 @@ def _undisturbed(runs: Runs, wishes: Wishes, name: str) -> Outcome:
             f"the command fails by itself, with exit code {outcome.code}; the end of {outcome.folder}/output.log:\n"
             f"{outcome.last_lines}"
         )
-    if not wishes.keeps:
-        runs.drop_checkpoints(outcome)
+    if again := [rank for rank, lives in outcome.lives.items() if len(lives) > 1]:
+        raise CommandFailedError(
+            f"rank {again[0]} was started again although nothing was killed; the end of {outcome.folder}/output.log:\n"
+            f"{outcome.last_lines}"
+        )
     return outcome
 
 
@@ -128,7 +133,9 @@ def _judged(outcome: Outcome, one: Drill, first: Outcome, aside: frozenset[tuple
         return judge(one, first.firsts, outcome.lives, aside, last)
     how = f"hung: ended after {outcome.took_s:.0f} s" if outcome.code is None else f"ended with {outcome.code}"
     lines = outcome.last_lines.strip().splitlines()
-    return Verdict(one, FAILED, problem=f"the run {how}; {outcome.folder}/output.log ends with: {lines[-1] if lines else ''}")
+    return Verdict(
+        one, FAILED, problem=f"the run {how}; {outcome.folder}/output.log ends with: {lines[-1] if lines else ''}"
+    )
 
 
 def _on_fewer(runs: Runs, wishes: Wishes, first: Outcome, report: Report, say: Callable[[str], None]) -> None:

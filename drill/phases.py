@@ -57,7 +57,9 @@ def phases_of(text: str) -> tuple[str, ...]:
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:
-        raise ConfigError(f"--phases {text!r}: {unknown[0] if unknown else 'nothing'} is no phase; there are {', '.join(NAMES)}")
+        raise ConfigError(
+            f"--phases {text!r}: {unknown[0] if unknown else 'nothing'} is no phase; there are {', '.join(NAMES)}"
+        )
     return names
 
 

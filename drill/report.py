@@ -50,14 +50,17 @@ class Report:
     def rows(self) -> list[list[str]]:
         """Phase, ranks, step, resumed after, and what came of it; phases that were missed come last."""
         found = [
-            [one.drill.phase, _ranks(one), str(one.drill.death.step), _after(one), text_of(one)] for one in self.verdicts
+            [one.drill.phase, _ranks(one), str(one.drill.death.step), _after(one), text_of(one)]
+            for one in self.verdicts
         ]
         return found + [[phase, "-", "-", "-", f"not drilled: {why}"] for phase, why in self.missed.items()]
 
     def advice(self) -> list[str]:
         """What to do about it, a sentence each."""
         bad = [one for one in self.verdicts if one.kind in (TOLD, DIFFERS)]
-        suspects = dict.fromkeys(name for one in bad for name in one.suspects)
+        suspects = dict.fromkeys(
+            name for one in bad for name in one.suspects if not any(name in why for why in one.reasons)
+        )  # else the reason says what to do
         quiet = [one for one in bad if one.kind == DIFFERS and one.drill.phase != FEWER]
         said = []
         if suspects:

@@ -25,6 +25,9 @@ NOT_FOR_A_DRILL = ("LASTWORDS_JOB", "LASTWORDS_REMOTE", "MS_ENABLE_TFT", "GROUP_
 END_S = 60.0
 """How long a launcher may take to end its ranks, as it is asked to."""
 
+OF_TORCH = "torch.distributed.elastic.multiprocessing.errors."
+"""Begins the report of torch's launcher, which says less than what comes before it."""
+
 LAST_LINES, OUTPUT_BYTES = 12, 64 << 10
 
 
@@ -44,7 +47,9 @@ class Outcome:
             with (self.folder / "output.log").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
-            return "\n".join(f"    {line}" for line in lines[-LAST_LINES:])
+            own = next((number for number, line in enumerate(lines) if line.startswith(OF_TORCH)), len(lines))
+            lines = [*lines[max(0, own - LAST_LINES) : own], *(lines[-1:] if own < len(lines) else ())]
+            return "\n".join(f"    {line}" for line in lines)
         return ""
 
     @property

@@ -92,7 +92,9 @@ class Beside:
     def told(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> dict[str, Any]:
         """By name, what all of it holds, as a walk tells it; as much as can be looked at in time. Training thread."""
         cells = self._look(walk, saved, extras).cells.items()
-        return {".".join(name): one.told for name, one in cells if one.told is not CODE and not name[0].startswith(_SAVED)}
+        return {
+            ".".join(name): one.told for name, one in cells if one.told is not CODE and not name[0].startswith(_SAVED)
+        }
 
     def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> _Everything:
         roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras)}

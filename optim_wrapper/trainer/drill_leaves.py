@@ -101,7 +101,9 @@ def _feed(hashed: xxhash.xxh3_64, value: Any, above: set[int]) -> None:
     elif isinstance(value, bytes | bytearray | memoryview):
         hashed.update(value)
     elif isinstance(value, Place):
-        hashed.update(f"{value.path} {value.kind.partition(WHICH)[0]}".encode())  # without what is of this process alone
+        hashed.update(
+            f"{value.path} {value.kind.partition(WHICH)[0]}".encode()
+        )  # without what is of this process alone
     elif isinstance(value, float | complex | int | str) or value is None:
         hashed.update(repr(value).encode())
     elif id(value) in above:

@@ -240,6 +240,8 @@ def _tensors(made: Any) -> Iterator[torch.Tensor]:
     if isinstance(made, torch.Tensor):
         yield made
     else:
-        every: Iterable[Any] = made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ()
+        every: Iterable[Any] = (
+            made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ()
+        )
         for one in every:
             yield from _tensors(one)
