@@ -140,9 +140,10 @@ def reasons_of(life: Life) -> list[str]:
 def _restored_otherwise(reference: Run, run: Run, step: int, kinds: Sequence[str] = AT_RESUME) -> Leaf | None:
     for rank, life in sorted(run.items()):
         saved = reference[rank].steps.get(step)
-        if saved is not None and not life.begin.own_loop:
-            if names := differing(saved.leaves, life.begin.leaves, kinds):
-                return Leaf(*names[0], step, rank, len(names) - 1)
+        if saved is None or life.begin.own_loop:  # there, a step is under way before the loop is known to begin
+            continue
+        if names := differing(saved.leaves, life.begin.leaves, kinds):
+            return Leaf(*names[0], step, rank, len(names) - 1)
     return None
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lastwords.drill.compare import (
-    DIFFERS,
     FAILED,
     Verdict,
     first_difference,
@@ -15,7 +13,7 @@ from lastwords.drill.compare import (
     judge_fewer,
     unsteady,
 )
-from lastwords.drill.phases import FEWER, PERIODIC, Drill, choose
+from lastwords.drill.phases import FEWER, Drill, choose
 from lastwords.drill.report import Report
 from lastwords.drill.runs import Outcome, Runs
 from lastwords.errors import ConfigError, LastWordsError

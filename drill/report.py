@@ -40,7 +40,7 @@ class Report:
             "world": self.world,
             "steps": self.steps,
             "reproducible": self.irreproducible is None,
-            "irreproducible": None if self.irreproducible is None else asdict(self.irreproducible),
+            "irreproducible": _leaf(self.irreproducible),
             "bitwise": self.is_bitwise,
             "drills": [_verdict(one) for one in self.verdicts],
             "missed": dict(self.missed),
@@ -98,7 +98,6 @@ def text_of(verdict: Verdict) -> str:
 
 
 def _verdict(one: Verdict) -> dict[str, Any]:
-    leaf = lambda it: None if it is None else asdict(it)  # noqa: E731
     return {
         "phase": one.drill.phase,
         "ranks": [*one.drill.death.ranks],
@@ -106,12 +105,16 @@ def _verdict(one: Verdict) -> dict[str, Any]:
         "verdict": one.kind,
         "resumed_after": one.resumed_after,
         "compared_steps": one.compared,
-        "first": leaf(one.first),
-        "at_resume": leaf(one.at_resume),
+        "first": _leaf(one.first),
+        "at_resume": _leaf(one.at_resume),
         "reasons": [*one.reasons],
         "suspects": [*one.suspects],
         "problem": one.problem,
     }
+
+
+def _leaf(one: Leaf | None) -> dict[str, Any] | None:
+    return None if one is None else asdict(one)
 
 
 def _ranks(one: Verdict) -> str:

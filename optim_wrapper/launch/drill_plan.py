@@ -28,7 +28,7 @@ BESIDE = ("variable", "attribute")
 """Kinds of leaves in which may be what nothing reads: a time, a path, a sum for the log."""
 
 MAY_DIFFER = (STREAM, *BESIDE)
-"""Kinds of leaves of which one may differ in two runs whose state is equal: a stream that nobody seeds or draws from."""
+"""Kinds of leaves of which one may differ in two runs of equal state: a stream that nobody seeds or draws from."""
 
 
 @dataclass(frozen=True)

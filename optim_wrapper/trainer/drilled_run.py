@@ -133,9 +133,9 @@ class DrilledRun(ProtectedRun):
             return
         passes.counts[event] += 1
         for number, death in enumerate(self._plan.deaths):
-            if self.world.rank in death.ranks and (death.step, death.event) == (passes.step, event):
-                if death.nth == passes.counts[event]:
-                    self._die(number, death, what)
+            place = (death.step, death.event, death.nth)
+            if self.world.rank in death.ranks and place == (passes.step, event, passes.counts[event]):
+                self._die(number, death, what)
 
     def _die(self, number: int, death: Death, what: str) -> None:
         mine = self._folder / f"dies-{number}-{self.world.rank}"
@@ -232,7 +232,7 @@ def _hear_way_back(come_by: Callable[[], None], _module: torch.nn.Module, _given
 
     for one in _tensors(made):
         if one.requires_grad:
-            one.register_hook(heard)
+            one.register_hook(heard)  # type: ignore[no-untyped-call]
             return
 
 
