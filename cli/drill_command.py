@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -69,12 +70,15 @@ def run(argv: Sequence[str]) -> int:
     kept: Path | None = arguments.keep
     folder = _folder(kept)
     report = Report(_what(command, flags))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the run under way
     try:
         code = _drilled(Runs(flags, command, folder, arguments.timeout), wishes, report, as_json=arguments.json == "-")
     except CommandFailedError as error:
         print(f"lastwords drill: {error}", file=sys.stderr)
         kept = folder  # its output is needed
         return COMMAND_FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         if any(one.kind == FAILED for one in report.verdicts):
             kept = folder

@@ -46,7 +46,7 @@ class ExitCode(enum.IntEnum):
     """What a script learns. Every command keeps to these."""
 
     OK = 0
-    # No checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing; `drill`: a resume differs
+    # No checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing; `drill`: not bitwise
     NOTHING_FOUND = 1
     USAGE = 2  # the command line makes no sense (argparse's own code)
     DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format

@@ -117,15 +117,18 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
         problem = f"the run went on after step {begun_at}, and ended after step {ended}, not {last}"
         return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
     first = first_difference(reference, run, unsteady, begun_at)
-    kind = BITWISE if first is None else TOLD if reasons else DIFFERS
     resumed = all(life.begin.resumed for life in run.values())
+    restored = _restored_otherwise(reference, run, begun_at) if resumed else None
+    if first is None and any(life.begin.begun for life in run.values()):
+        restored = None  # what came between the two steps is in it, and nothing has come of that
+    kind = BITWISE if first is None and restored is None else TOLD if reasons else DIFFERS
     return Verdict(
         drill,
         kind,
         begun_at if resumed else 0,
         ended - begun_at,
         first,
-        _restored_otherwise(reference, run, begun_at) if resumed and first is not None else None,
+        restored,
         reasons,
         suspects_of(reference, run, begun_at, unsteady) if resumed else (),
         spoilt=run[0].spoilt,

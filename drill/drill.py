@@ -153,6 +153,10 @@ def _on_fewer(runs: Runs, wishes: Wishes, first: Outcome, report: Report, say: C
     if resumed.code != 0:
         report.verdicts.append(_judged(resumed, one, first, frozenset(), step))
         return
+    if not any(life.begin.resumed for every in resumed.lives.values() for life in every):
+        why = "the script resumes only where a launcher starts it again (tft.restarted): give it its own flag, too"
+        report.missed = {**report.missed, FEWER: why}
+        return
     report.verdicts.append(judge_fewer(one, first.firsts, resumed.lives, step))
     if not wishes.keeps:
         runs.drop_checkpoints(resumed)

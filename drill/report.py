@@ -91,6 +91,7 @@ def text_of(verdict: Verdict) -> str:
         return f"failed: {verdict.problem}"
     if verdict.kind == BITWISE:
         what = "state equal" if verdict.drill.phase == FEWER else f"bitwise, {verdict.compared} steps"
+        what += "" if verdict.resumed_after else "; nothing was saved"
         return f"{what}; told: {why}" if why and verdict.drill.phase != FEWER else what
     if verdict.kind == TOLD:
         return f"told: {why}; {where}"

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from lastwords.optim_wrapper.launch.drill_plan import (
     Death,
     Plan,
 )
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
 from lastwords.optim_wrapper.trainer.drill_leaves import leaves_of
 from lastwords.optim_wrapper.trainer.run import ProtectedRun
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
 from lastwords.processor.departure import flush
 from lastwords.processor.saver import Position
+from lastwords.sharding.dtensor import local_of
 
 WAIT_S = 20.0
 """How long a rank waits for those that die with it, and for a checkpoint that it is not to die before."""
@@ -163,15 +163,12 @@ def _wait(until: Callable[[], bool]) -> None:
         pause.wait(0.002)
 
 
-def _flip_bit(parameters: dict[str, torch.Tensor]) -> str:
-    """The lowest bit of the last byte of a parameter in the middle; its name."""
+def _flip_bit(parameters: Mapping[str, torch.Tensor]) -> str:
+    """The sign of the largest element of a parameter in the middle: no update rounds that away. Its name."""
     name = [*parameters][len(parameters) // 2]
-    view = bytes_of(parameters[name])
-    if view is None:
-        with torch.no_grad():
-            parameters[name].view(-1)[:1].neg_()
-    else:
-        view[0] ^= 1
+    with torch.no_grad():
+        flat = local_of(parameters[name]).detach().view(-1)
+        flat[flat.abs().argmax()].neg_()
     return name
 
 

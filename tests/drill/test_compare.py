@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, first_difference, judge, judge_fewer, unsteady
@@ -61,6 +63,13 @@ def test_what_was_restored_otherwise_comes_before_what_follows_from_it() -> None
     assert verdict.at_resume is not None
     assert verdict.first is not None
     assert (verdict.at_resume.name, verdict.at_resume.step, verdict.first.name) == ("b", 4, "w")
+
+
+@pytest.mark.parametrize(("begun", "kind"), [(False, DIFFERS), (True, BITWISE)])
+def test_what_was_restored_otherwise_counts_unless_it_is_of_the_next_steps_begin(begun: bool, kind: str) -> None:
+    lives = killed(at=leaves(4, parameter={"b": "x"}))
+    lives[1][1].begin = dataclasses.replace(lives[1][1].begin, begun=begun)
+    assert judge(DRILL, reference(), lives, frozenset(), LAST).kind == kind
 
 
 def test_a_variable_that_the_loop_had_changed_and_that_is_not_back_is_suspected() -> None:
