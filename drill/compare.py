@@ -116,6 +116,9 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
     if len(after) > 1 or ended < last:
         problem = f"the run went on after step {begun_at}, and ended after step {ended}, not {last}"
         return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
+    if (wanted := drill.death.published) and begun_at != wanted:
+        problem = f"the periodic checkpoint of step {wanted} was not there in time: the run went on after {begun_at}"
+        return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
     first = first_difference(reference, run, unsteady, begun_at)
     resumed = all(life.begin.resumed for life in run.values())
     restored = _restored_otherwise(reference, run, begun_at) if resumed else None

@@ -122,8 +122,7 @@ def _refuse(outcome: Outcome, wishes: Wishes) -> None:
 def _killed(runs: Runs, wishes: Wishes, one: Drill, name: str, say: Callable[[str], None]) -> Outcome:
     ranks = " and ".join(map(str, one.death.ranks))
     say(f"{one.phase}: kill -9 of rank {ranks} in step {one.death.step}")
-    saves = (one.saves,) if one.saves else ()
-    return runs.run(name, wishes.ranks, Plan(wishes.steps, (one.death,), saves, wishes.self_test))
+    return runs.run(name, wishes.ranks, Plan(wishes.steps, (one.death,), one.every, wishes.self_test))
 
 
 def _judged(outcome: Outcome, one: Drill, first: Outcome, aside: frozenset[tuple[str, str]], last: int) -> Verdict:

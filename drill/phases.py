@@ -65,11 +65,11 @@ def phases_of(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Drill:
-    """One death, or several at once, in a phase. saves: step of which a periodic checkpoint is asked for; 0: none."""
+    """One death, or several at once, in a phase. every: steps between two periodic checkpoints; 0: none."""
 
     phase: str
     death: Death
-    saves: int = 0
+    every: int = 0
 
 
 def choose(

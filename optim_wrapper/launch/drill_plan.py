@@ -47,12 +47,12 @@ class Death:
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: global step after which the run ends. saves: steps at whose end a periodic checkpoint is asked for.
+    """steps: global step after which the run ends. every: steps between two periodic checkpoints; 0: as the script says.
 
     spoils: a run that goes on from a checkpoint flips one bit of a parameter on rank 0, which the drill has to find.
     """
 
     steps: int
     deaths: tuple[Death, ...] = ()
-    saves: tuple[int, ...] = ()
+    every: int = 0
     spoils: bool = False

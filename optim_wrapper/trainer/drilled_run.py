@@ -34,6 +34,7 @@ from lastwords.optim_wrapper.launch.drill_plan import (
     Death,
     Plan,
 )
+from lastwords.optim_wrapper.trainer.checkpoint_config import checked_schedule
 from lastwords.optim_wrapper.trainer.drill_leaves import leaves_of
 from lastwords.optim_wrapper.trainer.run import ProtectedRun
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
@@ -72,6 +73,8 @@ class DrilledRun(ProtectedRun):
         for number, wrapper in enumerate(self._optimizers):
             hear_updates(wrapper, functools.partial(self._come_by, UPDATE, f"optimizer {number}"))
         hear_passes(self.recorder.model, self.recorder.view.model, self._come_by)
+        if self._plan.every:
+            self.schedule = checked_schedule(self._plan.every, 0.0, None, 0)
         super()._open_loop(steps_per_epoch, epochs)
         resumed = self.resumed
         if resumed is not None and self._plan.spoils and self.world.rank == 0:
@@ -113,8 +116,6 @@ class DrilledRun(ProtectedRun):
         self._passes = Passes(number)
         self._come_by(END)
         self._passes = Passes(number + 1)
-        if number + 1 in self._plan.saves and self.world.rank == 0:
-            self.want_save()
 
     def _end(self) -> None:
         self.stop()

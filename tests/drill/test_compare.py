@@ -109,6 +109,11 @@ def test_a_run_that_did_not_go_as_planned_is_no_success(lives: dict[int, list[Li
     assert verdict.problem
 
 
+def test_a_run_that_did_not_go_on_from_the_periodic_checkpoint_proves_nothing_of_it() -> None:
+    wants = [Drill("periodic", Death((0, 1), 6, "forward", 1, published=step), step) for step in (4, 3)]
+    assert [judge(one, reference(), killed(), frozenset(), LAST).kind for one in wants] == [BITWISE, FAILED]
+
+
 def test_where_nothing_was_saved_the_run_begins_anew_and_is_compared_from_the_first_step() -> None:
     lives = {0: [life(1, 4), life()], 1: [life(1, 4, dies="forward"), life()]}
     verdict = judge(DRILL, reference(), lives, frozenset(), LAST)

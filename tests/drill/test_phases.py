@@ -53,7 +53,7 @@ def test_an_evaluation_on_one_rank_alone_is_where_that_rank_is_killed() -> None:
 def test_before_a_periodic_checkpoint_is_there_nobody_dies_and_then_all_do() -> None:
     (one,), _ = choose(run_of(), ["periodic"], 1, two=False)  # type: ignore[arg-type]
     assert one.death.ranks == (0, 1)
-    assert one.saves == one.death.published == one.death.step - 2 > 0
+    assert one.every == one.death.published == one.death.step - 2 > 0
 
 
 @given(st.integers(1, 4), st.integers(4, 30), st.integers(1, 5), st.booleans())
