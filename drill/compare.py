@@ -112,7 +112,7 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
     after = {life.begin.step for life in run.values()}
     begun_at = min(after)
     ended = min(max(life.steps, default=life.begin.step) for life in run.values())
-    reasons = tuple(dict.fromkeys(why for life in run.values() for why in reasons_of(life)))
+    reasons = reasons_of(run, reference)
     if len(after) > 1 or ended < last:
         problem = f"the run went on after step {begun_at}, and ended after step {ended}, not {last}"
         return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
@@ -138,9 +138,19 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
     )
 
 
-def reasons_of(life: Life) -> list[str]:
-    """Why its resume is not exact, as it was told when the loop began."""
-    return life.begin.reasons
+def reasons_of(run: Run, reference: Run | None = None) -> tuple[str, ...]:
+    """Why a resume is not exact: told when the loop began, or in its first step, while it found its place in the data.
+
+    reference: what its ranks have told by that step as well is about later checkpoints.
+    """
+    found: dict[str, None] = {}
+    for rank, life in sorted(run.items()):
+        found |= dict.fromkeys(life.begin.reasons)
+        first = life.steps.get(life.begin.step + 1)
+        if first is not None and reference is not None and life.begin.resumed:
+            usual = reference[rank].steps[first.step].reasons if first.step in reference[rank].steps else ()
+            found |= dict.fromkeys(why for why in first.reasons if why not in usual)
+    return tuple(found)
 
 
 def _restored_otherwise(reference: Run, run: Run, step: int, kinds: Sequence[str] = AT_RESUME) -> Leaf | None:
@@ -179,7 +189,7 @@ def judge_fewer(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]
     run = {rank: every[-1] for rank, every in lives.items() if every}
     if not run or not all(life.begin.resumed for life in run.values()):
         return Verdict(drill, FAILED, problem="no rank resumed")
-    reasons = tuple(dict.fromkeys(why for life in run.values() for why in reasons_of(life)))
+    reasons = reasons_of(run)
     kinds = [kind for kind in ("hyperparameter", "parameter", "optimizer") if replicated(reference, step, kind)]
     if "parameter" not in kinds:
         return Verdict(drill, FAILED, step, reasons=reasons, problem="not compared: each rank holds a part of its own")

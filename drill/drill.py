@@ -11,6 +11,7 @@ from lastwords.drill.compare import (
     first_difference,
     judge,
     judge_fewer,
+    replicated,
     unsteady,
 )
 from lastwords.drill.phases import FEWER, Drill, choose
@@ -141,13 +142,16 @@ def _on_fewer(runs: Runs, wishes: Wishes, first: Outcome, report: Report, say: C
         report.missed = {**report.missed, FEWER: "there is one rank"}
         return
     steps = sorted(first.firsts[0].steps)
+    if not replicated(first.firsts, steps[-1], "parameter"):
+        report.missed = {**report.missed, FEWER: "each rank holds parameters of its own, so nothing can be compared"}
+        return
     one = Drill(FEWER, Death((wishes.ranks - 1,), steps[len(steps) // 2], FORWARD, 1))
     outcome = _killed(runs, wishes, one, "fewer-killed", say)
     after = {life.begin.step for every in outcome.lives.values() for life in every[1:]}
     if outcome.code != 0 or len(after) != 1 or not (step := after.pop()):
         report.verdicts.append(Verdict(one, FAILED, problem=f"nothing was saved: see {outcome.folder}/output.log"))
         return
-    say(f"{FEWER}: {wishes.ranks - 1} ranks go on after step {step}")
+    say(f"{FEWER}: one rank less goes on after step {step}")
     resumed = runs.run("fewer-resumed", wishes.ranks - 1, Plan(step), outcome.folder / CHECKPOINTS)
     if resumed.code != 0:
         report.verdicts.append(_judged(resumed, one, first, frozenset(), step))

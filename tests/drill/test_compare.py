@@ -50,6 +50,14 @@ def test_what_was_told_is_told() -> None:
     assert (verdict.kind, verdict.reasons) == (TOLD, ("the loader is odd",))
 
 
+def test_a_reason_that_is_told_in_the_first_step_counts_unless_an_undisturbed_run_tells_it_too() -> None:
+    usual, lives = reference(), killed(changed={7: leaves(7, parameter={"w": "x"})})
+    lives[1][1].steps[5].reasons.append("the streams are unknown")
+    assert judge(DRILL, usual, lives, frozenset(), LAST).reasons == ("the streams are unknown",)
+    usual[1].steps[5].reasons.append("the streams are unknown")
+    assert judge(DRILL, usual, lives, frozenset(), LAST).kind == DIFFERS
+
+
 def test_equal_bits_are_bitwise_although_a_reason_was_told() -> None:
     verdict = judge(DRILL, reference(), killed(reasons=["another torch"]), frozenset(), LAST)
     assert (verdict.kind, verdict.reasons) == (BITWISE, ("another torch",))
