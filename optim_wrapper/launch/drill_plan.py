@@ -10,7 +10,8 @@ DRILL = "LASTWORDS_DRILL"
     plan.json         what all ranks do, see `Plan`
     checkpoints/      in place of the script's ckpt_save_path, so that nothing of the user's is touched
     rank_{r}.jsonl    what rank r has said: a line when its loop begins, at the end of each step, and before it dies
-    dies-{n}-{r}      rank r has come to the place of the nth death, of which there is but one
+    came-{n}-{r}      rank r has come to the place of the nth death
+    dies-{n}-{r}      there it dies, once
 """
 
 CHECKPOINTS, PLAN_NAME = "checkpoints", "plan.json"

@@ -45,6 +45,10 @@ from lastwords.sharding.dtensor import local_of
 WAIT_S = 20.0
 """How long a rank waits for those that die with it, and for a checkpoint that it is not to die before."""
 
+MEET_S = 3.0
+"""How long it waits for all others to come there, too, so that it is this step that is saved. Not all may come: one
+rank alone evaluates, a stage waits for the one before it."""
+
 MODULES_MAX = 64
 """In the way back through so many modules a rank may die."""
 
@@ -134,9 +138,10 @@ class DrilledRun(ProtectedRun):
             return
         passes.counts[event] += 1
         for number, death in enumerate(self._plan.deaths):
-            place = (death.step, death.event, death.nth)
-            if self.world.rank in death.ranks and place == (passes.step, event, passes.counts[event]):
-                self._die(number, death, what)
+            if (death.step, death.event, death.nth) == (passes.step, event, passes.counts[event]):
+                (self._folder / f"came-{number}-{self.world.rank}").touch()
+                if self.world.rank in death.ranks:
+                    self._die(number, death, what)
 
     def _die(self, number: int, death: Death, what: str) -> None:
         mine = self._folder / f"dies-{number}-{self.world.rank}"
@@ -149,6 +154,8 @@ class DrilledRun(ProtectedRun):
         if death.published:
             manifest = checkpoint_dir(self._folder / CHECKPOINTS, death.published) / MANIFEST_NAME
             _wait(manifest.exists)
+        ranks = range(self.world.size)
+        _wait(lambda: all((self._folder / f"came-{number}-{rank}").exists() for rank in ranks), MEET_S)
         others = [mine.with_name(f"dies-{number}-{rank}") for rank in death.ranks if rank != self.world.rank]
         _wait(lambda: all(one.exists() for one in others))
         # The last one to come ends all of them: the first would give the others time to notice.
@@ -158,8 +165,8 @@ class DrilledRun(ProtectedRun):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait(until: Callable[[], bool]) -> None:
-    pause, deadline_mono_s = threading.Event(), mono_s() + WAIT_S
+def _wait(until: Callable[[], bool], seconds: float = WAIT_S) -> None:
+    pause, deadline_mono_s = threading.Event(), mono_s() + seconds
     while not until() and mono_s() < deadline_mono_s:
         pause.wait(0.002)
 
