@@ -32,7 +32,8 @@ class Said:
 def drilled(folder: Path, *flags: str, script: tuple[str, ...] = ()) -> Said:
     """Of a script with these arguments, on two ranks."""
     environment = {name: value for name, value in os.environ.items() if name not in FORGOTTEN_ENVIRONMENT}
-    written = folder / "report.json"
+    written, scratch = folder / "report.json", folder / "scratch"
+    scratch.mkdir()
     command = [
         sys.executable,
         "-m",
@@ -46,7 +47,7 @@ def drilled(folder: Path, *flags: str, script: tuple[str, ...] = ()) -> Said:
         *script,
     ]
     done = subprocess.run(
-        command, cwd=folder, env={**environment, **RANK_ENVIRONMENT}, capture_output=True, text=True, timeout=LIMIT_S,
+        command, cwd=folder, env={**environment, **RANK_ENVIRONMENT, "TMPDIR": str(scratch)}, capture_output=True, text=True, timeout=LIMIT_S,
         check=False,
     )  # fmt: skip
     text = done.stdout + done.stderr
@@ -67,7 +68,9 @@ def test_a_script_that_resumes_exactly_is_bitwise_in_each_phase_and_its_own_chec
         drills["epoch-end"]["step"],
     )
     assert drills["periodic"]["resumed_after"] == drills["periodic"]["step"] - 2, "of the periodic one"
-    assert [*tmp_path.iterdir()] == [tmp_path / "report.json"], "not even a directory for the script's checkpoints"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"report.json", "scratch"}, "not even a directory for the script's checkpoints"
+    assert not [*(tmp_path / "scratch").glob("lastwords-drill-*")], "the drill's own are removed"
 
 
 def test_a_number_that_nobody_saves_is_named(tmp_path: Path) -> None:
