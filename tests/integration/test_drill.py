@@ -47,9 +47,14 @@ def drilled(folder: Path, *flags: str, script: tuple[str, ...] = ()) -> Said:
         *script,
     ]
     done = subprocess.run(
-        command, cwd=folder, env={**environment, **RANK_ENVIRONMENT, "TMPDIR": str(scratch)}, capture_output=True, text=True, timeout=LIMIT_S,
+        command,
+        cwd=folder,
+        env={**environment, **RANK_ENVIRONMENT, "TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
         check=False,
-    )  # fmt: skip
+    )
     text = done.stdout + done.stderr
     return Said(done.returncode, text, json.loads(written.read_text()) if written.exists() else None)
 
