@@ -20,7 +20,14 @@ from pathlib import Path
 from lastwords import __version__, log_lines
 from lastwords.checkpoint.remote.address import place
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.cli import interop_commands, missing_streams, remote_commands, retention_commands, transform_command
+from lastwords.cli import (
+    drill_command,
+    interop_commands,
+    missing_streams,
+    remote_commands,
+    retention_commands,
+    transform_command,
+)
 from lastwords.controller.launch import start_successor
 from lastwords.errors import (
     BusyError,
@@ -39,11 +46,14 @@ class ExitCode(enum.IntEnum):
     """What a script learns. Every command keeps to these."""
 
     OK = 0
-    NOTHING_FOUND = 1  # no checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing
+    # No checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing; `drill`: not bitwise
+    NOTHING_FOUND = 1
     USAGE = 2  # the command line makes no sense (argparse's own code)
     DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
     STORAGE = 4  # the file system refused
     AGAIN = 5  # another process was in the way, at the destination or the source; nothing is damaged
+    NOT_REPRODUCIBLE = 6  # `drill`: two runs differ although nothing was killed
+    COMMAND_FAILED = 7  # `drill`: the command fails, or hangs, by itself
 
 
 OF_JOBS = (["run"], ["worker"], ["scheduler"])
@@ -53,11 +63,13 @@ EXIT_CODES = """\
 exit codes:
   0  success
   1  nothing found: there is no checkpoint at PATH, or no controller answers; diff: the two differ;
-     transform: not published yet, since files of other ranks are missing
+     transform: not published yet, since files of other ranks are missing; drill: a resume differs, or fails
   2  wrong usage
   3  the checkpoint is damaged, incomplete, or written by a newer lastwords
   4  the file system reported an error (permission, I/O)
   5  try again: another process writes to the same place, or the checkpoint was replaced twice while it was read
+  6  drill: the script is not reproducible by itself
+  7  drill: the command fails, or hangs, by itself
 """
 
 
@@ -129,6 +141,8 @@ def build_parser() -> argparse.ArgumentParser:
     controller.add_argument("--json", action="store_true", help="print one JSON document")
     what = "run this host's ranks of a training script; torchrun's flags: docs/healing.md"
     subcommands.add_parser("run", help=what, add_help=False)
+    what = "kill ranks of a script in each phase of a step, and see whether it resumes bitwise: docs/drill.md"
+    drill_command.add_arguments(bare("drill", what))
     worker = bare("worker", "run a worker of a dynamic cluster, which the environment describes: docs/cluster.md")
     worker.add_argument("-m", dest="module", action="store_true", help="the script is a module, as of python -m")
     worker.add_argument("script")
@@ -192,6 +206,9 @@ def _main(argv: Sequence[str]) -> int:
         return ExitCode.OK
     if argv[:1] == ["worker"] and argv[1:2] not in ([], ["-h"], ["--help"]):
         return _in_cluster("MS_WORKER", argv[1:])
+    if argv[:1] == ["drill"]:
+        logging.basicConfig(format="lastwords: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+        return drill_command.run(argv[1:])
     arguments = build_parser().parse_args(argv)
     if arguments.command == "scheduler":
         return _in_cluster("MS_SCHED", [])

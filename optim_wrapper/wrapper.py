@@ -118,6 +118,11 @@ class OptTFTWrapper(Optimizer):
         if "_optimizer_step_pre_hooks" in self._inner.__dict__:
             self._guard = self._inner.register_step_pre_hook(lambda *_: self._refuse_foreign_step())
 
+    def hear(self, around: Callable[[StepHooks], StepHooks]) -> None:
+        """Report to what `around` makes of the attached hooks."""
+        assert self._hooks is not None, "attach() comes first"
+        self._hooks = around(self._hooks)
+
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
         self._hooks = self._admit = self._zeroed = None

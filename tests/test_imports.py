@@ -22,6 +22,7 @@ FOLDERS = (
     "liveness",
     "integrations",
     "page",
+    "drill",
     "cli",
 )
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED_FOLDERS = (
     "src/lastwords", "controller", "processor", "optim_wrapper", "sharding", "checkpoint", "liveness", "integrations",
-    "launcher", "cli", "page",
+    "launcher", "cli", "page", "drill",
 )  # fmt: skip
 TEST_FOLDERS = ("tests",)
 LINES_MAX = 800

@@ -269,6 +269,16 @@ class StepRecorder:
         self.ledger.tell(*self.attributes.restore(saved), *self.rng.restore(streams))
         self.ledger.tell(*(self.attributes.generators.left_over() if last else ()))
 
+    @property
+    def extras_now(self) -> ExtrasSnapshot:
+        """As of the last step's end."""
+        return self._extras_now
+
+    @property
+    def local_extras_now(self) -> ExtrasSnapshot:
+        """Likewise."""
+        return self._local_now
+
     def streams(self) -> dict[str, bytes]:
         """All random number streams as they are now."""
         every = {name: bytes(copy.data) for name, copy in self.rng.snapshot().items()}

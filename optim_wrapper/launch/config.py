@@ -20,6 +20,7 @@ from lastwords.checkpoint.remote.address import address_of
 from lastwords.controller import telling
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
 from lastwords.optim_wrapper.launch.reporter import AUTO, LAUNCHER
 from lastwords.processor.core import ProcessorOptions
 
@@ -92,6 +93,8 @@ class Config:
             )
         root = _path("ckpt_save_path", ckpt_save_path)
         fallback = None if fallback_path is None else _path("fallback_path", fallback_path)
+        if drill := environ.get(DRILL):
+            root, fallback = Path(drill) / CHECKPOINTS, None
         # A constructor does no I/O, so no links are followed; two names that differ by `..` are seen through.
         if fallback is not None and os.path.normpath(fallback) == os.path.normpath(root):
             raise ConfigError(
@@ -155,7 +158,7 @@ def variables() -> list[str]:
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     """A misspelt setting would be ignored without a word. Said by one rank of each host, whose environment it is."""
-    known = [*variables(), LAUNCHER, AUTO]
+    known = [*variables(), LAUNCHER, AUTO, DRILL]
     unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
     for name in unknown if environ.get("LOCAL_RANK", "0") == "0" else ():
         # Without the prefix, or whatever has it would be near to something.

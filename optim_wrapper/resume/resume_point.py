@@ -13,6 +13,7 @@ from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, groups_of
 from lastwords.checkpoint.remote.address import address_of
 from lastwords.checkpoint.remote.store import os_for
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, chosen_of, look_for
 from lastwords.sharding.describe import ranks_text
 
@@ -56,7 +57,8 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
     What only `resume()` knows: what is in a fallback_path; and, of a restart by torchrun on several nodes, that it is
     one where this node's torchrun has not restarted its workers (on the others only this job's checkpoints count).
     """
-    root = Path(path)
+    drill = os.environ.get(DRILL)
+    root = Path(drill) / CHECKPOINTS if drill else Path(path)
     if root.is_file():
         raise ConfigError(f"{root} is a file: give the directory of a checkpoint, or the one with all of them")
     if not (root / MANIFEST_NAME).exists():

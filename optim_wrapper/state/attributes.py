@@ -221,6 +221,12 @@ class Attributes:
         except Exception as error:  # of objects that nobody has foreseen: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
 
+    def told(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """By name, what all attributes hold now, as a walk tells it; and likewise what is beside them. For a drill."""
+        walk = self._new_walk()
+        own = {".".join(name): cell.told for name, cell in walk.cells.items() if cell.told is not CODE}
+        return own, self._beside.told(walk, self._saved(), self._extras)
+
     def look(self, *, beyond: bool = False) -> None:
         """See what has moved. beyond: search for random generators wherever the user's code may have them, too."""
         began_s = clock.thread_s()

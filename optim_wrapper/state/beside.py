@@ -89,6 +89,13 @@ class Beside:
         names = sorted(name for name in names if not forgets(name))
         return names[:NAMES_MAX] + ([f"{len(names) - NAMES_MAX} more"] if len(names) > NAMES_MAX else [])
 
+    def told(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> dict[str, Any]:
+        """By name, what all of it holds, as a walk tells it; as much as can be looked at in time. Training thread."""
+        cells = self._look(walk, saved, extras).cells.items()
+        return {
+            ".".join(name): one.told for name, one in cells if one.told is not CODE and not name[0].startswith(_SAVED)
+        }
+
     def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> _Everything:
         roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras)}
         return _Everything(walk, roots, saved, self._thread, self._begun_at)

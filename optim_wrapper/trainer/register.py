@@ -17,6 +17,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.launch import switch
 from lastwords.optim_wrapper.launch.config import Config, DataMode
+from lastwords.optim_wrapper.launch.drill_plan import DRILL
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count, tells_the_others
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.batches import Batches
@@ -156,7 +157,10 @@ class TFTRegister:
             _log.info("MS_ENABLE_TFT switches TTP off: this run is not protected")
             self._run = Run(world, recorder, buckets, facts)
             return
-        self._run = ProtectedRun(
+        kind = ProtectedRun
+        if DRILL in os.environ:
+            from lastwords.optim_wrapper.trainer.drilled_run import DrilledRun as kind  # else nobody needs it
+        self._run = kind(
             world,
             recorder,
             buckets,

@@ -1,0 +1,252 @@
+"""A run that `lastwords drill` has started: it writes what it computed, dies where it is told to, and ends early.
+
+Imported only where LASTWORDS_DRILL is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.layout import MANIFEST_NAME, checkpoint_dir
+from lastwords.clock import mono_s
+from lastwords.optim_wrapper.launch.drill_plan import (
+    BACKWARD,
+    CHECKPOINTS,
+    DRILL,
+    END,
+    EVALUATION,
+    FORWARD,
+    PLAN_NAME,
+    UPDATE,
+    Death,
+    Plan,
+)
+from lastwords.optim_wrapper.trainer.checkpoint_config import checked_schedule
+from lastwords.optim_wrapper.trainer.drill_leaves import leaves_of
+from lastwords.optim_wrapper.trainer.run import ProtectedRun
+from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
+from lastwords.processor.departure import flush
+from lastwords.processor.saver import Position
+from lastwords.sharding.dtensor import local_of
+
+WAIT_S = 20.0
+"""How long a rank waits for those that die with it, and for a checkpoint that it is not to die before."""
+
+MEET_S = 3.0
+"""How long it waits for all others to come there, too, so that it is this step that is saved. Not all may come: one
+rank alone evaluates, a stage waits for the one before it."""
+
+MODULES_MAX = 64
+"""In the way back through so many modules a rank may die."""
+
+
+@dataclass
+class Passes:
+    """What this rank has come by since the last step's end."""
+
+    step: int
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class DrilledRun(ProtectedRun):
+    """A protected run that is drilled. Training thread."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._folder = Path(os.environ[DRILL])
+        plan = json.loads((self._folder / PLAN_NAME).read_bytes())
+        self._plan = typed(plan, Plan, PLAN_NAME)
+        self._passes: Passes | None = None
+        path = self._folder / f"rank_{self.world.rank}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
+        for number, wrapper in enumerate(self._optimizers):
+            hear_updates(wrapper, functools.partial(self._come_by, UPDATE, f"optimizer {number}"))
+        hear_passes(self.recorder.model, self.recorder.view.model, self._come_by)
+        if self._plan.every:
+            self.schedule = checked_schedule(self._plan.every, 0.0, None, 0)
+        super()._open_loop(steps_per_epoch, epochs)
+        resumed = self.resumed
+        if resumed is not None and self._plan.spoils and self.world.rank == 0:
+            self._write("spoilt", name=_flip_bit(self.recorder.view.all_names().parameters))
+        self._write(
+            "begin",
+            step=self.start_step,
+            world=self.world.size,
+            own_loop=self.steps is None,
+            steps_per_epoch=steps_per_epoch,
+            resumes=self.resumes,
+            resumed=resumed is not None,
+            begun=resumed is not None and resumed.begun,
+            reasons=[] if resumed is None else [*map(str, self.recorder.ledger.reasons)],
+            beside=[] if resumed is None else resumed.beside,
+            leaves=leaves_of(self.recorder),
+        )
+        self._passes = Passes(self.start_step + 1)
+        if self.start_step >= self._plan.steps:
+            self._end()
+
+    def end_step(self, position: Position | None) -> None:
+        """A step is over: what it has left is written down. Does not return after the plan's last one."""
+        super().end_step(position)
+        passes, number = self._passes, self.protection.agent.stand.ended_step
+        assert passes is not None
+        self._passes = None  # what is looked at now counts for nothing
+        reasons = [*map(str, self.recorder.ledger.reasons)]
+        self._write(
+            "step",
+            step=number,
+            epoch=None if position is None else position.epoch,
+            passes=passes.counts,
+            reasons=reasons,
+            leaves=leaves_of(self.recorder),
+        )
+        if number >= self._plan.steps:
+            self._end()
+        self._passes = Passes(number)
+        self._come_by(END)
+        self._passes = Passes(number + 1)
+
+    def _end(self) -> None:
+        self.stop()
+        flush()
+        os._exit(0)  # what comes after the loop is for a job that has done all of its steps
+
+    def _write(self, kind: str, **fields: object) -> None:
+        """In one call, so that a rank that is killed leaves whole lines."""
+        os.write(self._file, json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    # ------------------------------------------------------------------ deaths
+
+    def _come_by(self, event: str, what: str = "") -> None:
+        passes = self._passes
+        if passes is None:
+            return
+        passes.counts[event] += 1
+        for number, death in enumerate(self._plan.deaths):
+            if (death.step, death.event, death.nth) == (passes.step, event, passes.counts[event]):
+                (self._folder / f"came-{number}-{self.world.rank}").touch()
+                if self.world.rank in death.ranks:
+                    self._die(number, death, what)
+
+    def _die(self, number: int, death: Death, what: str) -> None:
+        mine = self._folder / f"dies-{number}-{self.world.rank}"
+        try:
+            with mine.open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return  # that was in an earlier life
+        self._write("dies", step=death.step, event=death.event, what=what)
+        if death.published:
+            manifest = checkpoint_dir(self._folder / CHECKPOINTS, death.published) / MANIFEST_NAME
+            _wait(manifest.exists)
+        ranks = range(self.world.size)
+        _wait(lambda: all((self._folder / f"came-{number}-{rank}").exists() for rank in ranks), MEET_S)
+        others = [mine.with_name(f"dies-{number}-{rank}") for rank in death.ranks if rank != self.world.rank]
+        _wait(lambda: all(one.exists() for one in others))
+        # The last one to come ends all of them: the first would give the others time to notice.
+        for one in others:
+            with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
+                os.kill(int(one.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(until: Callable[[], bool], seconds: float = WAIT_S) -> None:
+    pause, deadline_mono_s = threading.Event(), mono_s() + seconds
+    while not until() and mono_s() < deadline_mono_s:
+        pause.wait(0.002)
+
+
+def _flip_bit(parameters: Mapping[str, torch.Tensor]) -> str:
+    """The sign of the largest element of a parameter in the middle: no update rounds that away. Its name."""
+    name = [*parameters][len(parameters) // 2]
+    with torch.no_grad():
+        flat = local_of(parameters[name]).detach().view(-1)
+        flat[flat.abs().argmax()].neg_()
+    return name
+
+
+# ---------------------------------------------------------------------- where a rank comes by
+
+
+class _Heard:
+    """The `StepHooks` of one optimizer, and whoever wants to know that its update is over."""
+
+    def __init__(self, hooks: StepHooks, over: Callable[[], None]) -> None:
+        self._hooks, self._over = hooks, over
+        self.begin_update, self.tear_update = hooks.begin_update, hooks.tear_update
+
+    def end_update(self) -> None:
+        """The optimizer has written everything."""
+        self._hooks.end_update()
+        self._over()
+
+
+def hear_updates(wrapper: OptTFTWrapper, over: Callable[[], None]) -> None:
+    """Call `over` after each update of this optimizer."""
+    wrapper.hear(lambda hooks: _Heard(hooks, over))
+
+
+def hear_passes(called: torch.nn.Module, bare: torch.nn.Module, come_by: Callable[[str, str], None]) -> None:
+    """Call `come_by` in each forward pass, and in the way back through a module, with what it is and the module's name.
+
+    called: the model as the loop calls it. bare: the user's own module in it.
+    """
+    compiled = any(hasattr(one, "_orig_mod") for one in called.modules())
+    whole = called if compiled else bare
+
+    def passed(module: torch.nn.Module, _given: Any, _made: Any) -> None:
+        come_by(FORWARD if torch.is_grad_enabled() and module.training else EVALUATION, "")
+
+    for one in _callable(whole):
+        one.register_forward_hook(passed)
+    for name, one in [("", whole)] if compiled else _some(bare):
+        one.register_forward_hook(functools.partial(_hear_way_back, functools.partial(come_by, BACKWARD, name)))
+
+
+def _callable(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """It, or the modules in it that a loop can call, if it is a mere holder of these."""
+    if type(module).forward is not torch.nn.Module.forward:
+        return [module]
+    return [one for child in module.children() for one in _callable(child)]
+
+
+def _some(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Modules without others in them, so many at most, evenly chosen."""
+    every = [(name, one) for name, one in module.named_modules() if next(one.children(), None) is None]
+    return every[:: -(-len(every) // MODULES_MAX) or 1]
+
+
+def _hear_way_back(come_by: Callable[[], None], _module: torch.nn.Module, _given: Any, made: Any) -> None:
+    def heard(_gradient: torch.Tensor) -> None:
+        come_by()
+
+    for one in _tensors(made):
+        if one.requires_grad:
+            one.register_hook(heard)  # type: ignore[no-untyped-call]
+            return
+
+
+def _tensors(made: Any) -> Iterator[torch.Tensor]:
+    if isinstance(made, torch.Tensor):
+        yield made
+    else:
+        every: Iterable[Any] = (
+            made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ()
+        )
+        for one in every:
+            yield from _tensors(one)

@@ -1,0 +1,64 @@
+"""Rows, advice and the JSON document."""
+
+from __future__ import annotations
+
+import json
+
+from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
+from lastwords.drill.phases import FEWER, Drill
+from lastwords.drill.report import Report
+from lastwords.optim_wrapper.launch.drill_plan import Death
+from tests import golden
+
+FORWARD, FEW = Drill("forward", Death((0, 2), 5, "forward", 1)), Drill(FEWER, Death((1,), 6, "forward", 1))
+LEAF = Leaf("parameter", "w", 6, 1, 3)
+
+
+def report(*verdicts: Verdict) -> Report:
+    return Report({"script": "train.py"}, 3, 12, None, [*verdicts], {"evaluation": "there is none"})
+
+
+def test_each_verdict_has_a_row_and_so_has_each_phase_that_was_missed() -> None:
+    every = report(
+        Verdict(FORWARD, BITWISE, 4, 8),
+        Verdict(FORWARD, BITWISE, 4, 8, reasons=("another torch",)),
+        Verdict(FORWARD, BITWISE, 0, 12),
+        Verdict(FORWARD, TOLD, 4, 8, LEAF, reasons=("model.t is too large",)),
+        Verdict(FORWARD, DIFFERS, 4, 8, LEAF),
+        Verdict(FORWARD, DIFFERS, 4, 8, LEAF, Leaf("buffer", "mean", 4, 0)),
+        Verdict(FORWARD, FAILED, problem="the run hung"),
+        Verdict(FEW, BITWISE, 5, 0, reasons=("other ranks",)),
+    )
+    golden.says("\n".join(" | ".join(row) for row in every.rows()))
+
+
+def test_advice_names_what_to_register_or_where_to_look() -> None:
+    suspected = report(Verdict(FORWARD, DIFFERS, 4, 8, LEAF, suspects=("main() of __main__.t.scale",)))
+    nothing = report(Verdict(FORWARD, DIFFERS, 4, 8, LEAF))
+    read_by_nobody = report(Verdict(FORWARD, BITWISE, 4, 8, suspects=("total",)))
+    told = report(
+        Verdict(FORWARD, TOLD, 4, 8, LEAF, reasons=("the attribute model.t is too large",), suspects=("model.t",))
+    )
+    golden.says("\n".join([*suspected.advice(), *nothing.advice(), *read_by_nobody.advice()]))
+    assert not told.advice(), "the reason says what to do"
+    assert not report(Verdict(FORWARD, BITWISE, 4, 8)).advice()
+
+
+def test_only_equal_bits_everywhere_are_bitwise() -> None:
+    good = Verdict(FORWARD, BITWISE, 4, 8)
+    assert report(good, good).is_bitwise
+    for kind in (TOLD, DIFFERS, FAILED):
+        assert not report(good, Verdict(FORWARD, kind, 4, 8, LEAF)).is_bitwise
+    unsteady = report(good)
+    unsteady.irreproducible = LEAF
+    assert not unsteady.is_bitwise
+
+
+def test_the_document_is_json_and_says_all() -> None:
+    document = json.loads(json.dumps(report(Verdict(FORWARD, DIFFERS, 4, 8, LEAF, suspects=("s",))).to_json()))
+    (one,) = document["drills"]
+    assert (one["phase"], one["ranks"], one["verdict"], one["resumed_after"]) == ("forward", [0, 2], "differs", 4)
+    assert one["first"] == {"kind": "parameter", "name": "w", "step": 6, "rank": 1, "more": 3}
+    assert one["suspects"] == ["s"]
+    assert document["missed"] == {"evaluation": "there is none"}
+    assert (document["bitwise"], document["reproducible"]) == (False, True)
