@@ -18,10 +18,10 @@ from lastwords import __version__
 from lastwords.cli import tables
 from lastwords.drill import phases
 from lastwords.drill.compare import FAILED
-from lastwords.drill.drill import CommandFailedError, Wishes, drill
+from lastwords.drill.drill import Wishes, drill
 from lastwords.drill.report import Report
 from lastwords.drill.runs import Runs
-from lastwords.errors import ConfigError, StorageError
+from lastwords.errors import CommandFailedError, ConfigError, StorageError
 from lastwords.optim_wrapper.launch.drill_plan import STREAM
 
 BITWISE, DIFFERENT, NOT_REPRODUCIBLE, COMMAND_FAILED = 0, 1, 6, 7

@@ -17,14 +17,10 @@ from lastwords.drill.compare import (
 from lastwords.drill.phases import FEWER, Drill, choose
 from lastwords.drill.report import Report
 from lastwords.drill.runs import Outcome, Runs
-from lastwords.errors import ConfigError, LastWordsError
+from lastwords.errors import CommandFailedError, ConfigError
 from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, FORWARD, Death, Plan
 
 STEPS_MIN = 4
-
-
-class CommandFailedError(LastWordsError):
-    """The command fails, or hangs, by itself: nothing was killed yet."""
 
 
 @dataclass(frozen=True)

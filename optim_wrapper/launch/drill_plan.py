@@ -48,7 +48,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: global step after which the run ends. every: steps between two periodic checkpoints; 0: as the script says.
+    """steps: global step after which the run ends. every: steps between periodic checkpoints; 0: as the script says.
 
     spoils: a run that goes on from a checkpoint flips one bit of a parameter on rank 0, which the drill has to find.
     """

@@ -22,6 +22,7 @@ import torch
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.layout import MANIFEST_NAME, checkpoint_dir
 from lastwords.clock import mono_s
+from lastwords.optim_wrapper.ddp.ddp_private import is_compiled
 from lastwords.optim_wrapper.launch.drill_plan import (
     BACKWARD,
     CHECKPOINTS,
@@ -206,7 +207,7 @@ def hear_passes(called: torch.nn.Module, bare: torch.nn.Module, come_by: Callabl
 
     called: the model as the loop calls it. bare: the user's own module in it.
     """
-    compiled = any(hasattr(one, "_orig_mod") for one in called.modules())
+    compiled = is_compiled(called)
     whole = called if compiled else bare
 
     def passed(module: torch.nn.Module, _given: Any, _made: Any) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lastwords.errors import (
         BusyError,
         CheckpointError,
+        CommandFailedError,
         ConfigError,
         FormatError,
         GateFailedError,
@@ -56,6 +57,7 @@ __all__ = [
     "BusyError",
     "CheckpointConfig",
     "CheckpointError",
+    "CommandFailedError",
     "ConfigError",
     "FormatError",
     "GateFailedError",

@@ -53,6 +53,10 @@ class ProtocolError(LastWordsError):
     """A peer sent something that the protocol does not allow; it is refused and logged."""
 
 
+class CommandFailedError(LastWordsError):
+    """A command that is drilled fails, or hangs, by itself: nothing was killed yet."""
+
+
 class UnavailableError(LastWordsError):
     """A peer could not be reached in a bounded time; worth a retry."""
 

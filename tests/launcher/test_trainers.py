@@ -47,7 +47,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    "framework", ["transformers", "transformers, a collator that draws", "lightning", "accelerate", "accelerate, a collator that draws"]
+    "framework",
+    [
+        "transformers",
+        "transformers, a collator that draws",
+        "lightning",
+        "accelerate",
+        "accelerate, a collator that draws",
+    ],
 )
 def test_a_script_that_uses_a_trainer_is_healed_bit_for_bit(
     framework: str, whole: Callable[[str], Path], tmp_path: Path

@@ -32,6 +32,7 @@ OF_OTHERS = {
     "_replace",  # named tuples: public
     "_getframe",  # sys
     "_current_frames",
+    "_exit",  # os
     "_rand",
     "_bit_generator",  # numpy.random
     "_local_tensor",  # what a DTensor has; only asked whether it is there
