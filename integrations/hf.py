@@ -47,6 +47,8 @@ PINNED = {
 }
 """What is replaced here, or read, and what lies around it."""
 
+_protected: list[Any] = []
+
 _KEPT = ("_globalstep_last_logged", "_initial_global_step", "_total_loss_scalar", "_tr_loss", "current_flos", "state")
 """Attributes of a Trainer that are among its extras."""
 
@@ -63,8 +65,9 @@ def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str
     pins.check("transformers", VERSIONS, PINNED)
     accelerate_data.check()
     _refuse_overridden(trainer)
-    if is_protected(trainer):
-        raise ConfigError("this Trainer is protected already: call lastwords.integrations.hf.protect() once")
+    if _protected:
+        raise ConfigError("lastwords.integrations.hf.protect() was called before: a script has one Trainer that trains")
+    _protected.append(trainer)
     trainer._lastwords = _Protected(trainer, ckpt_save_path)
 
 
@@ -90,6 +93,8 @@ class _OfAll:
         self._trainer = trainer
         self.gradient_norm: float | None = None
         self.rate: float | None = None
+        self.epoch_over = False
+        """No step comes any more in the epoch of the newest one, be it that a callback has stopped it."""
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -102,6 +107,7 @@ class _OfAll:
             "first": trainer._initial_global_step,
             "gradient_norm": self.gradient_norm,
             "rate": self.rate,
+            "epoch_over": self.epoch_over,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -119,6 +125,7 @@ class _OfAll:
         trainer._total_loss_scalar, trainer._globalstep_last_logged = saved["loss"], saved["logged"]
         trainer._initial_global_step = saved["first"]
         self.gradient_norm, self.rate = saved["gradient_norm"], saved["rate"]
+        self.epoch_over = saved["epoch_over"]
 
     def _stateful(self) -> Iterator[Any]:
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
@@ -241,7 +248,7 @@ class _Protected(TrainerCallback):
         trainer, peeked = self._trainer, self._resumed
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise ConfigError("lastwords protects a Trainer under DDP, or on one process; not under FSDP or DeepSpeed")
-        scaler = trainer.accelerator.scaler
+        self._data, scaler = accelerate_data.batches_of(train_dataloader), trainer.accelerator.scaler
         extras = {"scheduler": trainer.lr_scheduler, "trainer": self._of_all}
         optimizer = trainer.optimizer
         self._tft = protect_plain(
@@ -252,7 +259,7 @@ class _Protected(TrainerCallback):
             repeats=True,
             forget=["model*.training", *(f"*.{name}" for name in _KEPT)],  # each step sets the first
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
-            local_extras={"trainer": self._of_rank, "data": accelerate_data.batches_of(train_dataloader)},
+            local_extras={"trainer": self._of_rank, "data": self._data},
         )
         if scaler is not None:  # it has kept the optimizer's own step
             optimizer._optimizer_original_step_method = optimizer.optimizer.step
@@ -263,6 +270,7 @@ class _Protected(TrainerCallback):
             raise ConfigError(f"another checkpoint has come to {self._path} while training began: start again")
         self._ended = 0 if point is None else point.global_step
         self._again = point is not None and not point.begun
+        self._epoch_stops = control.should_epoch_stop or control.should_training_stop
         self._evaluates_first, args.eval_on_start = args.eval_on_start, args.eval_on_start and point is None
 
     def _do_again(self, start_time: float) -> None:
@@ -289,19 +297,23 @@ class _Protected(TrainerCallback):
             )
 
         log_save_evaluate()
-        if state.epoch == int(state.epoch):
+        if state.epoch == int(state.epoch) or self._epoch_stops:
+            self._of_all.epoch_over = True
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
             log_save_evaluate()
 
     def _run_epoch(self, *, epoch: int, epochs_trained: int, **more: Any) -> None:
         trainer = self._trainer
         self._do_again(more["start_time"])
-        if trainer.control.should_training_stop:  # the saved run was about to
-            return
         resumed = self._resumed is not None and epoch == epochs_trained
         self._epoch, self._begun_at = epoch, self._ended
         if resumed and self._resumed.epoch == epoch + 1:
             self._begun_at -= self._resumed.step
+            if self._of_all.epoch_over:  # a callback had stopped it
+                self._data.end_epoch()
+                return
+        if trainer.control.should_training_stop:  # the saved run was about to
+            return
         more["resume_from_checkpoint"] = str(self._path) if resumed else None
         with _no_batch_skipped(trainer.args) if resumed else _as_it_is():
             self._plain["_run_epoch"](epoch=epoch, epochs_trained=epochs_trained, **more)
@@ -331,7 +343,7 @@ class _Protected(TrainerCallback):
         """A step is over, and perhaps an epoch after it."""
         trainer = self._trainer
         step = trainer.state.global_step
-        epoch_over = step == self._ended
+        self._of_all.epoch_over = epoch_over = step == self._ended
         if not epoch_over:
             self._ended = step
             self._tft.step_end(self._epoch + 1, step - self._begun_at)

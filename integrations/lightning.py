@@ -43,6 +43,9 @@ _WHEN_RESET = ("_first_loop_iter", "_current_fx")
 """Where averages begin anew."""
 
 
+_protected: list[pl.Trainer] = []
+
+
 class _Loops:
     """What Lightning's loops count, the same on every rank: an extra."""
 
@@ -138,7 +141,8 @@ class LastWords(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Model and optimizers are there, and nothing has been drawn from the loader."""
-        _refuse(trainer, self._tft is not None)
+        _refuse(trainer, bool(_protected))
+        _protected.append(trainer)
         self._trainer = trainer
         strategy: Any = trainer.strategy
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -234,7 +238,7 @@ class LastWords(pl.Callback):
 def _refuse(trainer: pl.Trainer, again: bool) -> None:
     """ConfigError for what is not known."""
     if again:
-        raise ConfigError("fit() was called before: lastwords protects one fit() of a Trainer")
+        raise ConfigError("fit() was called before: lastwords protects one fit() in a script")
     if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
         raise ConfigError(
             f"lastwords protects a Trainer with strategy 'ddp', or on one device, and this one has a "

@@ -95,6 +95,12 @@ class Batches:
             self._loop().know_loader(loader)
         loader.__class__ = type(self._plain.__name__, (self._plain,), {"__iter__": lambda loader: iter(self)})
 
+    def end_epoch(self) -> None:
+        """Nothing is left of the epoch under way: the next iterator is a new one."""
+        self._at = self._at._replace(ended=True)
+        if self._resumed is not None:
+            self._resumed = self._resumed._replace(ended=True)
+
     def __len__(self) -> int:
         return len(self.loader)
 

@@ -34,6 +34,13 @@ class Probe(transformers.TrainerCallback):  # type: ignore[misc]
         die(state.global_step, "epoch")
 
 
+class LeavesEpochs(transformers.TrainerCallback):  # type: ignore[misc]
+    """After their fourth step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        control.should_epoch_stop = state.global_step % 4 == 0
+
+
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, *of: Any, **more: Any) -> Any:
         loss = super().compute_loss(model, *of, **more)
@@ -54,6 +61,7 @@ def main() -> None:
     arguments = transformers.TrainingArguments(
         str(DIRECTORY / "out"),
         num_train_epochs=EPOCHS,
+        max_steps=9 if "stops" in CASE else -1,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=ACCUMULATE,
         learning_rate=1e-2,
@@ -79,7 +87,11 @@ def main() -> None:
         train_dataset=Texts(RANKS * STEPS * ACCUMULATE * BATCH),
         eval_dataset=Texts(16),
         data_collator=masked if "draws" in CASE else None,
-        callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=3), Probe()],
+        callbacks=[
+            transformers.EarlyStoppingCallback(early_stopping_patience=3),
+            *([LeavesEpochs()] if "leaves epochs" in CASE else []),
+            Probe(),
+        ],
     )
     protect_trainer(trainer)
     if "resumes by itself" in CASE:

@@ -34,6 +34,8 @@ CASES = {
         "draws": IN_TURN,
         "workers draws": IN_TURN,
         "lengths": IN_TURN,
+        "stops draws": ("1:4:fwd", "0:9:evaluating"),
+        "leaves epochs draws": ("1:4:epoch", "0:5:fwd", "1:8:win", "0:8:epoch", "1:11:fwd"),
         "epoch draws": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:saved"),
     },
     "lightning": {

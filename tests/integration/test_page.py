@@ -250,7 +250,7 @@ def test_in_a_real_browser_the_page_shows_an_incident_and_its_end(tmp_path: Path
             wide = "return document.documentElement.scrollWidth - window.innerWidth"
             for width in (1200, 360):
                 window.resize(width, 800)
-                assert window.run(wide) <= 0, f"too wide for {width}"
+                window.wait(lambda b: b.run(wide) <= 0, f"all of the page in {width} pixels")
             unnamed = "return [...document.querySelectorAll('input, button, canvas, progress, section, table')].filter("
             unnamed += "e => !(e.labels && e.labels.length || e.getAttribute('aria-label') || e.textContent.trim()"
             unnamed += " || e.getAttribute('aria-labelledby'))).map(e => e.id)"

@@ -192,6 +192,8 @@ def main() -> None:
             die(step, "parent")
             await_stop(step)
             die(step, "fwd")
+            if any(death[1:] == (step, "always") for death in DEATHS):
+                dist.barrier()  # then all ranks have the step before
             if (rank, step, "always") in DEATHS:
                 os.kill(os.getpid(), signal.SIGKILL)
             if MEETS and not due(step, "skip"):
