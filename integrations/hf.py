@@ -93,10 +93,18 @@ class _OfAll:
         self._trainer = trainer
         self.gradient_norm: float | None = None
         self.rate: float | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        """What was saved, until a step has begun: the Trainer resets a part of it on the way there."""
         self.epoch_over = False
         """No step comes any more in the epoch of the newest one, be it that a callback has stopped it."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def step_begins(self) -> None:
+        """From here on it is what the Trainer has."""
+        self._loaded = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
         trainer = self._trainer
         state = {name: value for name, value in vars(trainer.state).items() if name not in _BY_RANK}
         return {
@@ -126,6 +134,7 @@ class _OfAll:
         trainer._initial_global_step = saved["first"]
         self.gradient_norm, self.rate = saved["gradient_norm"], saved["rate"]
         self.epoch_over = saved["epoch_over"]
+        self._loaded = {**saved}
 
     def _stateful(self) -> Iterator[Any]:
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
@@ -332,6 +341,7 @@ class _Protected(TrainerCallback):
         return norm
 
     def _training_step(self, model: Any, inputs: Any, *of: Any, **more: Any) -> Any:
+        self._of_all.step_begins()
         with self._of_rank.batch(inputs):
             return self._plain["training_step"](model, inputs, *of, **more)
 
