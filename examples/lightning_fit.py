@@ -52,7 +52,10 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[EarlyStopping("val_loss", patience=10), ModelCheckpoint(parsed.out, monitor="val_loss")],
+        callbacks=[
+            EarlyStopping("val_loss", patience=10),
+            ModelCheckpoint(parsed.out, monitor="val_loss", enable_version_counter=False),
+        ],
     )
     trainer.fit(Classifier(), DataLoader(train, 20, shuffle=True), DataLoader(val, 50))
 

@@ -52,6 +52,9 @@ _protected: list[Any] = []
 _KEPT = ("_globalstep_last_logged", "_initial_global_step", "_total_loss_scalar", "_tr_loss", "current_flos", "state")
 """Attributes of a Trainer that are among its extras."""
 
+_TIMES = ("_runtime", "_per_second")
+"""Ends of what a log has that no two runs have alike."""
+
 _BY_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Of a TrainerState: kept apart, as it differs by rank, or not at all."""
 
@@ -153,7 +156,7 @@ class _OfRank:
         self._loss: torch.Tensor | None = None
         """Of the batch in hand, until the Trainer has added it."""
         self._flos = 0.0
-        self._logged, self._log = 0, ""
+        self._logged, self._log, self._times = 0, "", ""
 
     @contextmanager
     def batch(self, inputs: Any) -> Iterator[None]:
@@ -172,21 +175,26 @@ class _OfRank:
     def state_dict(self) -> dict[str, Any]:
         trainer, log = self._trainer, self._trainer.state.log_history
         if len(log) != self._logged:  # it only grows
-            self._log += "".join(json.dumps(one) + "\n" for one in log[self._logged :])
+            for one in log[self._logged :]:
+                times = {key: value for key, value in one.items() if key.endswith(_TIMES)}
+                self._log += json.dumps({key: value for key, value in one.items() if key not in times}) + "\n"
+                self._times += json.dumps(times) + "\n"
             self._logged = len(log)
         loss = trainer._tr_loss
         return {
             "loss": loss.clone() if self._loss is None else loss + self._loss,
             "flos": float(trainer.current_flos) + self._flos,
             "log": self._log,
+            "times": self._times,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer = self._trainer
         trainer._tr_loss.copy_(saved["loss"])
         trainer.current_flos = saved["flos"]
-        self._log = saved["log"]
-        trainer.state.log_history = [json.loads(line) for line in self._log.splitlines()]
+        self._log, self._times = saved["log"], saved["times"]
+        lines = zip(self._log.splitlines(), self._times.splitlines(), strict=True)
+        trainer.state.log_history = [json.loads(line) | json.loads(times) for line, times in lines]
         self._logged = len(trainer.state.log_history)
 
 

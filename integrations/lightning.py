@@ -81,7 +81,12 @@ class _Callbacks:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for one in self._trainer.callbacks:
             if one.state_key in saved:
-                one.load_state_dict(saved[one.state_key])
+                state = saved[one.state_key]
+                one.load_state_dict(state)
+                now = one.state_dict()
+                for name in state.keys() & vars(one).keys():  # ModelCheckpoint leaves its newest score out
+                    if now.get(name) is None and state[name] is not None:
+                        vars(one)[name] = state[name]
 
 
 class _Metrics:

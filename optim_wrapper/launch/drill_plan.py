@@ -28,8 +28,10 @@ STATE = (STREAM, "hyperparameter", "extras", "local_extras", "buffer", "paramete
 BESIDE = ("variable", "attribute")
 """Kinds of leaves in which may be what nothing reads: a time, a path, a sum for the log."""
 
-MAY_DIFFER = (STREAM, *BESIDE)
-"""Kinds of leaves of which one may differ in two runs of equal state: a stream that nobody seeds or draws from."""
+MAY_DIFFER = (STREAM, "local_extras", *BESIDE)
+"""Kinds of leaves of which one may differ in two runs of equal state: a stream that nobody seeds or draws from, times
+in a log that is handed over.
+"""
 
 
 @dataclass(frozen=True)
