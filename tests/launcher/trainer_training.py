@@ -9,7 +9,6 @@ digest of all at the end, random numbers included; resumed-{rank} has what resum
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lastwords
+from tests.frameworks.script import digest, masked
 
 DIRECTORY, DEATHS = Path(sys.argv[1]), sys.argv[3:]
 FRAMEWORK, LEFT_OUT, RANK = os.environ["FRAMEWORK"], os.environ.get("LEFT_OUT"), int(os.environ["RANK"])
@@ -108,31 +108,6 @@ class Job:
     def stop(self) -> None:
         self.tft.stop()
         (DIRECTORY / f"final-{RANK}").write_text(digest([*self.state(), torch.get_rng_state()]))
-
-
-def digest(value: Any) -> str:
-    """Of all tensors and numbers in it."""
-    found = hashlib.sha256()
-
-    def add(one: Any) -> None:
-        if isinstance(one, dict):
-            for name in sorted(one, key=str):
-                found.update(str(name).encode())
-                add(one[name])
-        elif isinstance(one, list | tuple):
-            for each in one:
-                add(each)
-        else:
-            found.update(one.numpy().tobytes() if isinstance(one, torch.Tensor) else repr(one).encode())
-
-    add(value)
-    return found.hexdigest()
-
-
-def masked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch in which words are left out at random."""
-    texts, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
-    return {"input_ids": torch.where(torch.rand(texts.shape) < 0.3, 0, texts), "labels": labels}
 
 
 # ---------------------------------------------------------------------- transformers
