@@ -118,18 +118,26 @@ class HostRing:
             self._watched.discard(gone)
             self._close_ring()
 
-    def _look_again(self, rank: int, error: LastWordsError) -> None:
-        """With the lock: what is wrong may pass; then it is the next one to be watched. A shortage always does."""
+    def _look_again(self, rank: int, error: LastWordsError) -> bool:
+        """With the lock: what is wrong may pass, and a shortage always does; then it is the next one to be watched.
+
+        False for a shortage: it is this process's own, so that no other rank could be watched either.
+        """
         self._tried[rank] = tried = self._tried.get(rank, -1) + 1
-        if tried >= len(PAUSES_S) and not is_shortage(error):
-            return
+        is_short = is_shortage(error)
+        if is_short:
+            self._after.insert(0, rank)
+        elif tried >= len(PAUSES_S):
+            return True
 
         def again() -> None:
             with self._lock:
-                self._after.insert(0, rank)
+                if not is_short:
+                    self._after.insert(0, rank)
                 self._close_ring()
 
         self._watch.later(PAUSES_S[min(tried, len(PAUSES_S) - 1)], again)
+        return not is_short
 
     def _close_ring(self) -> None:
         """With the lock: watch the next ranks, as long as there are any that were not looked at."""
@@ -147,7 +155,8 @@ class HostRing:
                 if self._problems.get(rank) != str(error):  # it is tried again; the same words are said once
                     _log.info("rank %d does not watch rank %d: %s", self._rank, rank, error)
                 self._problems[rank] = str(error)
-                self._look_again(rank, error)
+                if not self._look_again(rank, error):
+                    return
             except Exception:  # the outermost frame of a watcher's thread; training must not notice
                 self._watched.discard(rank)
                 _log.exception("rank %d cannot watch rank %d", self._rank, rank)

@@ -115,6 +115,7 @@ def test_who_could_not_be_watched_for_lack_of_descriptors_is_watched_once_there_
         neighbours[5].kill()  # rank 1 would be the next one to be watched
         assert ring[1].deaths(1) == [5]
         assert comes(lambda: ring[0]._tried.get(1, 0) > 5)  # a shortage is not given up
+        assert ring[0]._tried.keys() == {1}  # nor does the rank after it take its place
     assert comes(lambda: 1 in ring[0]._watched)
     neighbours[1].kill()
     assert ring[1].deaths(1) == [1]
