@@ -2,8 +2,8 @@
 
 Under torchrun `import lastwords.auto`, before anything else in the script, does the same, and the job goes on when it
 is started again. What is known of each library is in `integrations.hf` and `integrations.lightning`; a version that is
-not known is refused by name. In any other script nothing is done, which is said: resuming a loop by guessing what
-belongs to it goes wrong in silence.
+not known is refused by name. Of any other script last words are saved, and nothing is resumed (`save_only`): resuming a
+loop by guessing what belongs to it goes wrong in silence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from lastwords.errors import ConfigError
+from lastwords.integrations.save_only import Loop
 from lastwords.processor.departure import say
 
 DIRECTORY = "last_words"
@@ -62,6 +63,7 @@ def install(script: str = "") -> None:
             patch(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
     atexit.register(_say_if_nothing)
+    _loop.install()
 
 
 def _say(text: str) -> None:
@@ -70,10 +72,11 @@ def _say(text: str) -> None:
 
 
 def _say_if_nothing() -> None:
-    if not _trained:
+    if not _trained and not _loop.is_seen:
         _say(
-            f"--auto has found no Trainer of {' or '.join(LIBRARIES)} that trains, so nothing was protected: in a loop "
-            "of your own it takes three lines (protect, resume, steps; see the README)"
+            f"--auto has found neither a Trainer of {' or '.join(LIBRARIES)} that trains nor a model in "
+            "DistributedDataParallel, so nothing was protected: in a loop of your own it takes three lines (protect, "
+            "resume, steps; see the README)"
         )
 
 
@@ -81,6 +84,10 @@ def _begins(trainer: Any) -> None:
     if _trained:
         raise ConfigError(_TRAINS)
     _trained.append(trainer)
+    _loop.is_known = True
+
+
+_loop = Loop(DIRECTORY, _say)
 
 
 # ---------------------------------------------------------------------- the libraries

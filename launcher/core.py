@@ -213,7 +213,7 @@ class LauncherCore:
     def _begun(self, event: Begun) -> list[Effect]:
         self._is_guarded(event.rank)
         one = self._ranks[event.rank]
-        one.loops, one.begun, one.resumes = one.loop, True, event.resumes
+        one.loops, one.begun, one.lacks = one.loop, True, event.lacks
         self._ranks.loop_begins(event.rank)
         self._progress(event.step)
         return []
@@ -272,10 +272,10 @@ class LauncherCore:
         effects = [] if self._healing else self._over(rank, now_s)
         self._crashes.ended(event)
         self._ranks.put(rank, Place.READY)
-        if not one.resumes:
+        if one.lacks:
             self._crashes.give_up(
                 f"rank {rank}: {event.words}, and its training loop began without tft.resume(missing_ok=True), so it "
-                "would begin anew: call that before the loop, every time"
+                f"would begin anew: {one.lacks}"
             )
         return effects + self._go_on(now_s)
 

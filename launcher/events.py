@@ -48,14 +48,15 @@ class Guarded:
 class Begun:
     """The training loop of `rank` has begun after `step`.
 
-    inexact: why it may differ from one that was never interrupted; "" where nothing is known. resumes: `resume()` was
-    called before it. imports: modules that the script has imported meanwhile, and seconds; those that took longest.
+    inexact: why it may differ from one that was never interrupted; "" where nothing is known. lacks: what a
+    script has to do that has not called `resume()` before it; "" where it has. imports: modules that the script has
+    imported meanwhile, and seconds; those that took longest.
     """
 
     rank: int
     step: int = 0
     inexact: str = ""
-    resumes: bool = True
+    lacks: str = ""
     imports: tuple[tuple[str, float], ...] = ()
 
 

@@ -55,8 +55,8 @@ class Rank:
     """A loop of it has begun, and has not come to its end."""
     loops: int = 0
     """How many have begun: a script may have several in turn."""
-    resumes: bool = True
-    """It called `resume()` before its loop began."""
+    lacks: str = ""
+    """What it has to do that has not called `resume()` before its loop began."""
     left: bool = False
     """Its controller has told it to end, after an incident; that may be one of its own exception."""
     told: bool = False

@@ -57,10 +57,10 @@ class Reporter:
         """The training loop is about to begin. files: paths of what the program consists of."""
         self._say("Loaded", files=[*files])
 
-    def begun(self, step: int, inexact: str, *, resumes: bool) -> None:
-        """The training loop begins after `step`. inexact: why it may differ from one that was never interrupted."""
+    def begun(self, step: int, inexact: str, *, lacks: str) -> None:
+        """The training loop begins after `step`. inexact, lacks: as of the launcher's `Begun`."""
         self.goes_on_at = 0
-        self._say("Begun", step=step, inexact=inexact, resumes=resumes, imports=[*self._imports().items()])
+        self._say("Begun", step=step, inexact=inexact, lacks=lacks, imports=[*self._imports().items()])
 
     def updated(self) -> None:
         """Its first step is over."""

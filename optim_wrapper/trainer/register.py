@@ -285,6 +285,13 @@ class TFTRegister:
         beside, begun = resumed.beside, resumed.begun
         return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, place, groups, beside, begun)
 
+    def save_only(self, lacks: str) -> None:
+        """For whoever protects a loop that it does not know: what is saved is told to be not exact.
+
+        lacks: what the script has to do to be resumed; `lastwords run` says so after a death, and does not heal.
+        """
+        self._started("save_only").save_only(lacks)
+
     # ------------------------------------------------------------------ periodic checkpoints
 
     def every(

@@ -56,6 +56,9 @@ OTHER_DATA = (
 )
 
 
+OF_A_STRANGER = "saved by --auto, which does not know where the loop stood in its data, nor what it kept in variables"
+
+
 class Run:
     """Where a run stands that nobody protects, and the `StepEvents` of its loop. Training thread only."""
 
@@ -69,6 +72,8 @@ class Run:
         """What it was resumed from."""
         self.resumes = False
         """The script has called `resume()`, or asked whether it should."""
+        self.lacks = "call that before the loop, every time"
+        """What a script has to do that has not."""
         self._reasons: tuple[Reason, ...] = ()
         """Why a resume is not exact, as far as was known after `resume()`."""
         self._missing: list[str] = []
@@ -156,6 +161,11 @@ class Run:
         """Why a resume from here on is not; each is said once."""
         for why in self.recorder.ledger.tell(*reasons):
             _log.warning("lastwords: not exact, because %s", why)
+
+    def save_only(self, lacks: str) -> None:
+        """Who calls the loop's steps does not know the loop. lacks: as of the launcher's `Begun`."""
+        self.lacks = lacks
+        self.recorder.ledger.tell(OF_A_STRANGER)
 
     def ensure_begun(self) -> None:
         """A loop of the user's own begins with its first optimizer step or step_end."""
@@ -361,7 +371,7 @@ class ProtectedRun(Run):
             since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]
             inexact = "" if self.resumed is None else first_of([*self.resumed.reasons, *since])
             launcher.loaded(program_files())
-            launcher.begun(self.start_step, inexact, resumes=self.resumes)
+            launcher.begun(self.start_step, inexact, lacks="" if self.resumes else self.lacks)
 
     def _spoil(self, why: str) -> None:
         """The step under way should not have been: no rank's state of it is saved, so wait for the others' word."""

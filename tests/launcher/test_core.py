@@ -71,7 +71,12 @@ def effects_of(core: LauncherCore, *events: Event, now_s: float = 0.0) -> list[E
 
 def begins(core: LauncherCore, *ranks: int, step: int = 0, resumes: bool = True) -> None:
     for rank in ranks:
-        assert effects_of(core, Guarded(rank), Begun(rank, step, resumes=resumes)) == []
+        assert (
+            effects_of(
+                core, Guarded(rank), Begun(rank, step, lacks="" if resumes else "call that before the loop, every time")
+            )
+            == []
+        )
 
 
 def leave(core: LauncherCore, *ranks: int, step: int = 0, now_s: float = 0.0) -> list[Effect]:

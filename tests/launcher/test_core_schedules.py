@@ -315,7 +315,7 @@ class World:
             return self.end(rank, REFUSED, "refused", lasting=True)
         one.holds = step
         self.begun = one.loop
-        self.say(rank, "trains", Begun(rank, step, resumes=self.resumes))
+        self.say(rank, "trains", Begun(rank, step, lacks="" if self.resumes else "it"))
         if self.are_all("trains", loop=one.loop):
             self.trained = True
             if len({other.holds for other in self.processes}) > 1:
@@ -481,7 +481,7 @@ class Trusting(LauncherCore):
     """Takes all loops for ones that resume."""
 
     def _begun(self, event: Begun) -> list[Effect]:
-        return super()._begun(replace(event, resumes=True))
+        return super()._begun(replace(event, lacks=""))
 
 
 class Unordered(LauncherCore):

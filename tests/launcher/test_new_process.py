@@ -200,7 +200,7 @@ def test_settings_that_come_too_late_are_named_by_one_rank(forks: Forks, tmp_pat
     script = tmp_path / "train.py"
     script.write_text(
         "import os\nos.environ.update(OMP_NUM_THREADS='3', ATEN_CPU_CAPABILITY='default', OMP_PLACES='cores')\n"
-        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', resumes=True)"
+        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', lacks='')"
     )
     done = forks.run(str(script), LOCAL_RANK=rank, OMP_PLACES="cores")
     assert done.code == 0

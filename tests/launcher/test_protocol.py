@@ -166,7 +166,7 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.guarded(Path("/state")), Guarded(RANK, "/state")),
     (lambda one: one.guarded(None), Guarded(RANK)),
     (lambda one: one.loaded(["/train.py"]), Loaded(["/train.py"])),
-    (lambda one: one.begun(7, "late", resumes=False), Begun(RANK, 7, "late", resumes=False)),
+    (lambda one: one.begun(7, "late", lacks="it"), Begun(RANK, 7, "late", lacks="it")),
     (lambda one: one.updated(), Updated(RANK)),
     (lambda one: one.over(), Over(RANK)),
     (lambda one: one.left(7, Path("/logs"), 8), Left(RANK, 7, "/logs", 8)),
@@ -188,7 +188,7 @@ def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
     """A loop that comes after that begins anywhere."""
     one = Reporter(launcher.path, RANK, step=7)
     assert one.goes_on_at == 7
-    one.begun(7, "", resumes=True)
+    one.begun(7, "", lacks="")
     assert one.goes_on_at == 0
 
 
