@@ -17,7 +17,7 @@ from lastwords.checkpoint.system import REAL_OS, Os, read_whole
 from lastwords.errors import FormatError, StorageError
 
 FORMAT = 1
-BYTES_MAX = 1 << 20
+BYTES_MAX, SCRIPT_BYTES_MAX = 1 << 20, 64 << 20
 
 Digests = tuple[str, str]
 """SHA-256 of a script, and of its arguments; "" where there is no file."""
@@ -95,8 +95,8 @@ def running() -> tuple[str, Digests]:
 def digest_of(script: Path) -> str:
     """SHA-256 of a file; "" if it cannot be read."""
     try:
-        return _digest(script.read_bytes())
-    except OSError:
+        return _digest(read_whole(script, REAL_OS, bytes_max=SCRIPT_BYTES_MAX))
+    except (OSError, ValueError, StorageError):
         return ""
 
 
@@ -122,6 +122,7 @@ def read(root: Path, os: Os = REAL_OS) -> tuple[Drilled | None, str]:
         document: Any = json.loads(read_whole(path, os, bytes_max=BYTES_MAX))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             return None, f"{path} is ignored: it is no record of a drill, or one of a later version"
+        json.dumps(document, ensure_ascii=False).encode()  # half of a surrogate pair could not be printed
         return replace(typed(document, Drilled, ""), changed=()), ""
     except FileNotFoundError:
         return None, ""

@@ -170,6 +170,7 @@ def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") 
 def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
     found, kept = load.scan(root, os_for([root])), [] if isinstance(root, RemotePath) else find_unpublished(root)
     if not found and not as_json:
+        _print_drilled(root)
         _print_unpublished(kept)
     if not found:
         return nothing(root, as_json=as_json, empty={"checkpoints": [], "unpublished": _unpublished_json(kept)})
@@ -194,8 +195,7 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
         columns = ("checkpoint", "state", "step", "kind", "published", "size", "job", "exact", "why")
         title = f"Checkpoints in {root}, newest first"
         tables.show(title, columns, rows, right=("step", "size"), cut=("job",), wrap=("exact", "why"))
-        if text := _drilled(root):
-            print(f"drilled: {text}")
+        _print_drilled(root)
         _print_unpublished(kept)
     if any(item.status is load.Status.COMPLETE for item in found):
         return Verdict.FINE
@@ -365,6 +365,11 @@ def _drilled(root: Path, manifest: Manifest | None = None) -> str:
     of = f"{found.script}, {found.world_size} ranks, torch {found.torch}, lastwords {found.lastwords}"
     changed = "".join(f"\nno longer: {one}" for one in found.changed)
     return f"{tables.moment(found.drilled_unix_ns)}, {of}: {what}{changed}"
+
+
+def _print_drilled(root: Path) -> None:
+    if text := _drilled(root):
+        print(tables.plain(f"drilled {text}").plain)
 
 
 def _drilled_json(root: Path, manifest: Manifest | None = None) -> dict[str, Any] | None:
