@@ -27,13 +27,15 @@ Digests = tuple[str, str]
 class Covered:
     """One drill. ranks: those that were killed, in global step `step`.
 
-    verdict: "bitwise", "told" (not equal in all bits, and a reason had said so), "differs" or "failed".
+    verdict: "bitwise", "told" (not equal in all bits, and a reason had said so), "differs" or "failed". resumed_after:
+    global step; 0: nothing was saved, and the script began anew.
     """
 
     phase: str
     ranks: tuple[Number, ...]
     step: Number
     verdict: str
+    resumed_after: Number = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +135,15 @@ def read(root: Path, os: Os = REAL_OS) -> tuple[Drilled | None, str]:
 def summary(drills: Sequence[Covered]) -> str:
     """What was killed, and what came of it, worst first.
 
-    >>> summary([Covered("forward", (0,), 5, "bitwise"), Covered("backward", (0, 1), 6, "told")])
+    >>> summary([Covered("forward", (0,), 5, "bitwise", 4), Covered("backward", (0, 1), 6, "told", 5)])
     'told: backward (ranks 0, 1); bitwise: forward (rank 0)'
+    >>> summary([Covered("forward", (0, 1), 5, "bitwise")])
+    'bitwise: forward (ranks 0, 1; nothing was saved)'
     """
     found: dict[str, list[str]] = {}
     for one in drills:
         ranks = f"rank{'s' * (len(one.ranks) > 1)} {', '.join(map(str, one.ranks))}"
+        ranks += "" if one.resumed_after or one.verdict == "failed" else "; nothing was saved"
         found.setdefault(one.verdict, []).append(f"{one.phase} ({ranks})")
     order = sorted(found, key=lambda verdict: (verdict == "bitwise", verdict == "told", verdict))
     return "; ".join(f"{verdict}: {', '.join(found[verdict])}" for verdict in order)

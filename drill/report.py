@@ -40,10 +40,14 @@ class Report:
 
     @property
     def dead(self) -> list[str]:
-        """Paths of state that is told not to be saved, and need not be: in no drill has a bit differed for it."""
-        needed = [why for one in self.verdicts if one.kind != BITWISE for why in one.reasons]
-        found = dict.fromkeys(path for one in self.verdicts for path in one.dead)
-        return [path for path in found if not any(path in why for why in needed)]
+        """Paths of state that is told not to be saved, and was dead in each drill that told of it."""
+        compared = [one for one in self.verdicts if one.drill.phase != FEWER]
+        found = dict.fromkeys(path for one in compared for path in one.dead)
+        return [
+            path
+            for path in found
+            if all(path in one.dead or not any(path in why for why in one.reasons) for one in compared)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The document of `--json`."""
@@ -76,7 +80,8 @@ class Report:
             bitwise=self.is_bitwise,
             reproducible=self.irreproducible is None,
             drills=tuple(
-                Covered(one.drill.phase, one.drill.death.ranks, one.drill.death.step, one.kind) for one in self.verdicts
+                Covered(one.drill.phase, one.drill.death.ranks, one.drill.death.step, one.kind, one.resumed_after)
+                for one in self.verdicts
             ),
             missed=tuple(self.missed),
             data=self.began.data,
@@ -112,7 +117,7 @@ class Report:
         if dead := self.dead:
             said.append(
                 f"not saved, and in no later step read: {', '.join(dead)}. If nothing else reads it, resumes are exact "
-                f"with forget=({''.join(f'{json.dumps(name)}, ' for name in dead).strip()})"
+                f"with forget=({', '.join(map(json.dumps, dead))}{',' * (len(dead) == 1)})"
             )
         harmless = dict.fromkeys(
             name for one in self.verdicts if one.kind == BITWISE for name in one.suspects if name not in suspects

@@ -24,7 +24,7 @@ RECORD = Drilled(
     world_size=2,
     steps=12,
     bitwise=False,
-    drills=(Covered("forward", (0, 1), 7, "told"), Covered("backward", (1,), 8, "bitwise")),
+    drills=(Covered("forward", (0, 1), 7, "told", 6), Covered("backward", (1,), 8, "bitwise", 7)),
     missed=("evaluation",),
     data="d8b322e967005539",
 )

@@ -416,7 +416,9 @@ def test_inspect_shows_what_a_drill_has_covered_and_what_has_changed_since(
     assert run_json(capsys, "inspect", root)[1]["drilled"] is None
     script = tmp_path / "train.py"
     script.write_text("1")
-    drilled.write(root, replace(RECORD, script=str(script), sha256=drilled.digest_of(script), world_size=2))
+    saved = run_json(capsys, "inspect", newest)[1]
+    record = replace(RECORD, sha256=drilled.digest_of(script), torch=saved["manifest"]["facts"].get("torch", ""))
+    drilled.write(root, replace(record, script=str(script), world_size=saved["world_size"]))
     golden.says(next(line for line in run(capsys, "inspect", root)[1].splitlines() if line.startswith("drilled")))
     assert run_json(capsys, "inspect", newest)[1]["drilled"]["changed"] == []
     script.write_text("2")

@@ -52,6 +52,8 @@ def test_state_that_is_dead_is_named_with_the_line_to_write_unless_another_drill
     every = Verdict(FORWARD, BITWISE, 4, 8, reasons=(told("model.a"), told("model.b")), dead=("model.a", "model.b"))
     one = Verdict(FORWARD, TOLD, 4, 8, LEAF, reasons=(told("model.b"),))
     assert (report(every, one).dead, report(one).dead) == (["model.a"], [])
+    assert not report(every, dataclasses.replace(every, dead=())).dead, "there, another attribute was missing it"
+    assert report(every, Verdict(FEW, BITWISE, 5, 0, reasons=(told("model.a"),))).dead == ["model.a", "model.b"]
     golden.says("\n".join([*report(every).advice(), *report(every, one).advice()]))
     assert report(every).to_json()["forget"] == ["model.a", "model.b"]
 
@@ -60,7 +62,7 @@ def test_what_is_kept_beside_checkpoints_says_what_was_covered_and_what_ran() ->
     every = report(Verdict(FORWARD, BITWISE, 4, 8), Verdict(FEW, DIFFERS, 5, 0, LEAF))
     every.of, every.began = {"torch": "2.13.0", "lastwords": "0.1.0"}, dataclasses.replace(begin(), sha256="a")
     record = every.to_record()
-    assert record.drills == (Covered("forward", (0, 2), 5, "bitwise"), Covered("fewer-ranks", (1,), 6, "differs"))
+    assert record.drills == (Covered("forward", (0, 2), 5, "bitwise", 4), Covered("fewer-ranks", (1,), 6, "differs", 5))
     assert (record.bitwise, record.world_size, record.steps, record.missed) == (False, 3, 12, ("evaluation",))
     assert (record.sha256, record.torch) == ("a", "2.13.0")
 
