@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from lastwords.checkpoint import drilled, layout, load
+from lastwords.checkpoint import drill_record, layout, load
 from lastwords.checkpoint.codec import brief
-from lastwords.checkpoint.drilled import Drilled
+from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
@@ -347,12 +347,12 @@ def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MA
 
 def _beside(root: Path, manifest: Manifest | None) -> Drilled | None:
     """What a drill has covered, and what has changed since: in the script, if it is here, or in the saved run."""
-    found, why = (None, "") if isinstance(root, RemotePath) else drilled.read(root)
+    found, why = (None, "") if isinstance(root, RemotePath) else drill_record.read(root)
     if why:
         say(why)
     if found is None:
         return None
-    digest = drilled.digest_of(Path(found.script)) or found.sha256
+    digest = drill_record.digest_of(Path(found.script)) or found.sha256
     torch, world_size = (None, None) if manifest is None else (manifest.run.torch, manifest.world_size)
     return found.beside((digest, found.arguments_sha256), torch=torch, world_size=world_size)
 
@@ -361,7 +361,7 @@ def _drilled(root: Path, manifest: Manifest | None = None) -> str:
     found = _beside(root, manifest)
     if found is None:
         return ""
-    what = drilled.summary(found.drills) if found.reproducible else "two undisturbed runs differ"
+    what = drill_record.summary(found.drills) if found.reproducible else "two undisturbed runs differ"
     of = f"{found.script}, {found.world_size} ranks, torch {found.torch}, lastwords {found.lastwords}"
     changed = "".join(f"\nno longer: {one}" for one in found.changed)
     return f"{tables.moment(found.drilled_unix_ns)}, {of}: {what}{changed}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords import __version__
-from lastwords.checkpoint import drilled
+from lastwords.checkpoint import drill_record
 from lastwords.cli import tables
 from lastwords.drill import phases
 from lastwords.drill.compare import FAILED
@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     else:
         if arguments.record is not None:
-            drilled.write(arguments.record, report.to_record())
+            drill_record.write(arguments.record, report.to_record())
     finally:
         if any(one.kind == FAILED for one in report.verdicts):
             kept = folder

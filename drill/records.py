@@ -17,7 +17,7 @@ class Begin:
     """The loop begins after global step `step`. resumes: the script resumes if it can; resumed: it has.
 
     steps_per_epoch: 0 if it is not known. begun: the saved run had begun the next step. script, sha256,
-    arguments_sha256, data: what runs here, see `checkpoint.drilled`.
+    arguments_sha256, data: what runs here, see `checkpoint.drill_record`.
     """
 
     step: int

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lastwords.checkpoint.drilled import Covered, Drilled
+from lastwords.checkpoint.drill_record import Covered, Drilled
 from lastwords.clock import wall_ns
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
 from lastwords.drill.phases import FEWER

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import lastwords
-from lastwords.checkpoint import drilled, load, starts
-from lastwords.checkpoint.drilled import Drilled
+from lastwords.checkpoint import drill_record, load, starts
+from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, groups_of
@@ -92,11 +92,11 @@ def drilled_beside(root: Path, world_size: int, data: str = "") -> tuple[Drilled
 
     data: digest of the loader's samples, "" if it is not known. Never raises.
     """
-    found, why = drilled.read(root)
+    found, why = drill_record.read(root)
     if found is None:
         return None, why
     here = {"torch": version("torch"), "lastwords": lastwords.__version__}
-    return found.beside(drilled.running()[1], **here, world_size=world_size, data=data), ""
+    return found.beside(drill_record.running()[1], **here, world_size=world_size, data=data), ""
 
 
 def _restart(root: Path) -> tuple[bool, OwnJobs | None]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.drilled import running
+from lastwords.checkpoint.drill_record import running
 from lastwords.checkpoint.layout import MANIFEST_NAME, checkpoint_dir
 from lastwords.clock import mono_s
 from lastwords.optim_wrapper.ddp.ddp_private import is_compiled

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import drilled, layout, load, publish, retention
+from lastwords.checkpoint import drill_record, layout, load, publish, retention
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import reasons
 from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError
 from tests import golden
 from tests.checkpoint.states import Job
-from tests.checkpoint.test_drilled import RECORD
+from tests.checkpoint.test_drill_record import RECORD
 
 JOB = Job()
 FILE_1 = "rank_1/ttp_rank_1-4_7.ckpt"
@@ -417,8 +417,8 @@ def test_inspect_shows_what_a_drill_has_covered_and_what_has_changed_since(
     script = tmp_path / "train.py"
     script.write_text("1")
     saved = run_json(capsys, "inspect", newest)[1]
-    record = replace(RECORD, sha256=drilled.digest_of(script), torch=saved["manifest"]["facts"].get("torch", ""))
-    drilled.write(root, replace(record, script=str(script), world_size=saved["world_size"]))
+    record = replace(RECORD, sha256=drill_record.digest_of(script), torch=saved["manifest"]["facts"].get("torch", ""))
+    drill_record.write(root, replace(record, script=str(script), world_size=saved["world_size"]))
     golden.says(next(line for line in run(capsys, "inspect", root)[1].splitlines() if line.startswith("drilled")))
     assert run_json(capsys, "inspect", newest)[1]["drilled"]["changed"] == []
     script.write_text("2")

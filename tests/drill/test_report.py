@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from lastwords.checkpoint.drilled import Covered
+from lastwords.checkpoint.drill_record import Covered
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
 from lastwords.drill.phases import FEWER, Drill
 from lastwords.drill.report import Report

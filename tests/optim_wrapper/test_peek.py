@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lastwords
-from lastwords.checkpoint import drilled, starts
-from lastwords.checkpoint.drilled import Drilled
+from lastwords.checkpoint import drill_record, starts
+from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState
 from lastwords.checkpoint.reason import Reason
@@ -287,9 +287,9 @@ def resumable(path: Path) -> None:
     published(path, {0: {"replicated": replace(state, meta=replace(state.meta, extras=stored))}})
 
 
-def drill_record(script: str, world_size: int = 1) -> Drilled:
+def recorded(script: str, world_size: int = 1) -> Drilled:
     """Of this process, but for its script."""
-    _, (_, arguments) = drilled.running()
+    _, (_, arguments) = drill_record.running()
     return Drilled(
         drilled_unix_ns=1, script="train.py", sha256=script, arguments_sha256=arguments, bitwise=True, steps=12,
         torch=torch.__version__, lastwords=lastwords.__version__, world_size=world_size,
@@ -308,10 +308,10 @@ def test_a_resume_says_what_a_drill_has_covered_and_whether_that_is_of_what_runs
 
     bare = points()
     assert [point.drilled for point in bare] == [None] * 3
-    drilled.write(tmp_path, drill_record(drilled.running()[1][0]))
+    drill_record.write(tmp_path, recorded(drill_record.running()[1][0]))
     same = points()
     assert [point.drilled and point.drilled.changed for point in same] == [()] * 3
-    drilled.write(tmp_path, drill_record("0" * 64))
+    drill_record.write(tmp_path, recorded("0" * 64))
     other = points()
     for point in other:
         assert point.drilled is not None

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import drilled
-from lastwords.checkpoint.drilled import BYTES_MAX, Covered, Drilled
+from lastwords.checkpoint import drill_record
+from lastwords.checkpoint.drill_record import BYTES_MAX, Covered, Drilled
 from tests import golden
 
 RECORD = Drilled(
@@ -32,9 +32,9 @@ SAME = (RECORD.sha256, RECORD.arguments_sha256)
 
 
 def test_a_record_comes_back_as_it_was_and_the_newest_counts(tmp_path: Path) -> None:
-    drilled.write(tmp_path, replace(RECORD, steps=4))
-    drilled.write(tmp_path, replace(RECORD, changed=("it is of another time",)))
-    assert drilled.read(tmp_path) == (RECORD, ""), "what has changed is of the reader"
+    drill_record.write(tmp_path, replace(RECORD, steps=4))
+    drill_record.write(tmp_path, replace(RECORD, changed=("it is of another time",)))
+    assert drill_record.read(tmp_path) == (RECORD, ""), "what has changed is of the reader"
     assert [path.name for path in tmp_path.iterdir()] == ["drill.json"]
 
 
@@ -51,14 +51,14 @@ def test_the_script_that_runs_is_told_by_its_digests(tmp_path: Path, monkeypatch
     script = tmp_path / "train.py"
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
     monkeypatch.setattr("sys.modules", {"__main__": type("Main", (), {"__file__": str(script)})})
-    unread = drilled.running()
+    unread = drill_record.running()
     script.write_text("1")
-    first = drilled.running()
+    first = drill_record.running()
     assert unread == (str(script), ("", first[1][1]))
     script.write_text("2")
-    assert drilled.running()[1][0] != first[1][0]
+    assert drill_record.running()[1][0] != first[1][0]
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "2"])
-    assert drilled.running()[1][1] != first[1][1]
+    assert drill_record.running()[1][1] != first[1][1]
 
 
 def document(**changed: Any) -> bytes:
@@ -88,14 +88,14 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_file_that_is_no_record_is_ignored_with_a_word(tmp_path: Path, name: str) -> None:
     (tmp_path / "drill.json").write_bytes(BAD[name])
-    found, why = drilled.read(tmp_path)
+    found, why = drill_record.read(tmp_path)
     assert found is None
     assert why.startswith(f"{tmp_path / 'drill.json'} is ignored: ")
 
 
 def test_a_record_as_bad_files_are_made_of_is_read(tmp_path: Path) -> None:
     (tmp_path / "drill.json").write_bytes(document())
-    assert drilled.read(tmp_path) == (replace(RECORD, drills=()), "")
+    assert drill_record.read(tmp_path) == (replace(RECORD, drills=()), "")
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "link to itself"])
@@ -107,6 +107,6 @@ def test_what_is_no_file_is_ignored_with_a_word_and_nobody_waits_for_it(tmp_path
         os.mkfifo(path)
     else:
         path.symlink_to(path)
-    found, why = drilled.read(tmp_path)
+    found, why = drill_record.read(tmp_path)
     assert found is None
     assert why
