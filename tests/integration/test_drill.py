@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.checkpoint import drill_record
 from tests.integration.drilling import drilled
 
 pytestmark = [pytest.mark.process, pytest.mark.thorough]
@@ -35,13 +36,17 @@ def test_a_script_that_resumes_exactly_is_bitwise_in_each_phase_and_its_own_chec
 
 
 def test_a_number_that_nobody_saves_is_named(tmp_path: Path) -> None:
-    said = drilled(tmp_path, "--phases", "forward", command=(SCRIPT, "--unsaved"))
+    said = drilled(tmp_path, "--phases", "forward", "--record", "ckpt", command=(SCRIPT, "--unsaved"))
     assert said.code == 1, said.text
     (one,) = said.report["drills"]
     assert one["verdict"] == "differs"
     assert (one["first"]["kind"], one["first"]["step"]) == ("parameter", one["resumed_after"] + 1)
     assert one["suspects"] == ["main() of __main__.trainer.scale"]
     assert one["suspects"][0] in said.text
+    record, _ = drill_record.read(tmp_path / "ckpt")
+    assert record is not None
+    assert [(covered.phase, covered.verdict) for covered in record.drills] == [("forward", "differs")]
+    assert (record.bitwise, record.sha256) == (False, drill_record.digest_of(Path(SCRIPT)))
 
 
 def test_a_bit_that_is_spoilt_on_the_resume_is_found(tmp_path: Path) -> None:

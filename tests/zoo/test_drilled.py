@@ -70,7 +70,7 @@ def test_a_drill_says_of_a_recipe_what_is_frozen(tmp_path: Path, case: str) -> N
     assert said.report is not None, said.text
     assert said.report["drills"], said.text
     problem = mismatch(frozen()[name][phase], said.report["drills"][0], CARDS[name].beside)
-    assert not problem, f"{problem}\n{said.text}\nagain: LASTWORDS_ZOO_CASE={case}"
+    assert not problem, f"{problem}\n{said.text}\nagain: make zoo-drill CASE={case}"
 
 
 EQUAL: dict[str, Any] = {"verdict": "bitwise", "reasons": [], "suspects": [], "first": None, "problem": ""}
