@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.integration.harness import FORGOTTEN_ENVIRONMENT, RANK_ENVIRONMENT
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
