@@ -22,6 +22,7 @@
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
 #   make chaos     kills at random instants, every other run under lastwords run: make chaos N=50 SEED=1; MODE=kill or heal for one of them, storage, pause, stranger or jobs for other trouble, heal-controller kills the controller under lastwords run, too
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
+#   make zoo-drill recipes drawn at random under lastwords drill, compared with their frozen verdicts: make zoo-drill N=30 SEED=1, or CASE=RECIPE:PHASE
 #   make verdicts  runs the zoo and freezes what comes of it in tests/zoo/verdicts.json: review the difference
 #   make mutants   one-line mutants of eleven files, and whether the nearest tests notice: make mutants SEED=1 N=25 WORKERS=2; without SEED, that of the last commit
 #   make bench     measures the budgets, beside the machine's own limits
@@ -45,7 +46,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo verdicts bench bench-peers ci-frameworks bench-month proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -153,6 +154,9 @@ chaos: $(READY)
 
 zoo: $(READY)
 	OMP_NUM_THREADS=1 LASTWORDS_ZOO_N=$(N) LASTWORDS_ZOO_SEED=$(SEED) LASTWORDS_ZOO_CASE='$(CASE)' $(BIN)/python -m pytest -n $(WORKERS) -m slow -k 'zoo and mixture' --timeout 7200 $(ARGS)
+
+zoo-drill: $(READY)
+	OMP_NUM_THREADS=1 LASTWORDS_ZOO_N=$(N) LASTWORDS_ZOO_SEED=$(SEED) LASTWORDS_ZOO_CASE='$(CASE)' $(BIN)/python -m pytest -m slow tests/zoo/test_drilled.py --timeout 7200 $(ARGS)
 
 verdicts: $(READY)
 	rm -f .zoo-results.jsonl

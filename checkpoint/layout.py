@@ -9,6 +9,7 @@
 {root}/.removed-step_{N}-{job}-g{generation}-i{incident}-a{attempt}/...                    while it is removed
 {root}/.lastwords-{job}-g{generation}.lock                                           while its controller lives
 {root}/.lastwords-start-g{generation}.json                                           who drew this generation
+{root}/drill.json                                                       what `lastwords drill --record` has covered
 ```
 Everything is matched in full, so a name from the wire or from a manifest can never lead out of its directory.
 """
@@ -24,6 +25,7 @@ from lastwords.vocabulary import Share
 
 MANIFEST_NAME = "manifest.json"
 PART_NAME = "part.json"
+DRILL_NAME = "drill.json"
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_NUMBER}|-([0-9a-f]{{16}}))?")

@@ -7,14 +7,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from lastwords.checkpoint import layout, load
+from lastwords.checkpoint import drill_record, layout, load
 from lastwords.checkpoint.codec import brief
+from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.partfile import read_lone_header
@@ -168,12 +170,13 @@ def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") 
 def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
     found, kept = load.scan(root, os_for([root])), [] if isinstance(root, RemotePath) else find_unpublished(root)
     if not found and not as_json:
+        _print_drilled(root)
         _print_unpublished(kept)
     if not found:
         return nothing(root, as_json=as_json, empty={"checkpoints": [], "unpublished": _unpublished_json(kept)})
     if as_json:
         checkpoints = [_found_json(item) for item in found]
-        print_json({"checkpoints": checkpoints, "unpublished": _unpublished_json(kept)})
+        print_json({"checkpoints": checkpoints, "unpublished": _unpublished_json(kept), "drilled": _drilled_json(root)})
     else:
         rows = [
             (
@@ -192,6 +195,7 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
         columns = ("checkpoint", "state", "step", "kind", "published", "size", "job", "exact", "why")
         title = f"Checkpoints in {root}, newest first"
         tables.show(title, columns, rows, right=("step", "size"), cut=("job",), wrap=("exact", "why"))
+        _print_drilled(root)
         _print_unpublished(kept)
     if any(item.status is load.Status.COMPLETE for item in found):
         return Verdict.FINE
@@ -228,7 +232,8 @@ def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything:
     verdict = VERDICTS[found.status]
     if as_json:
         content = None if found.manifest is None else json.loads(found.manifest.encode())
-        print_json({**_found_json(found), "manifest": content})
+        beside = _drilled_json(found.path.parent, found.manifest)
+        print_json({**_found_json(found), "drilled": beside, "manifest": content})
         return verdict
     if found.manifest is None:
         say(found.why)
@@ -257,6 +262,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         ("world size", _world(manifest)),
         ("size", f"{tables.size(manifest.total_bytes)} in {len(manifest.files)} file(s)"),
         ("exact resume", _exact(manifest, everything=everything)),
+        *([("drilled", text)] if (text := _drilled(found.path.parent, manifest)) else []),
     ]
     if found.why:
         rows.insert(2, ("problem", tables.plain(found.why, "red")))
@@ -337,6 +343,38 @@ def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MA
         return Text("yes", "green")
     lines = reasons.shortened(manifest.reasons, everything=everything, most=most)
     return tables.plain("no, because " + "\n".join(lines), "yellow")
+
+
+def _beside(root: Path, manifest: Manifest | None) -> Drilled | None:
+    """What a drill has covered, and what has changed since: in the script, if it is here, or in the saved run."""
+    found, why = (None, "") if isinstance(root, RemotePath) else drill_record.read(root)
+    if why:
+        say(why)
+    if found is None:
+        return None
+    digest = drill_record.digest_of(Path(found.script)) or found.sha256
+    torch, world_size = (None, None) if manifest is None else (manifest.run.torch, manifest.world_size)
+    return found.beside((digest, found.arguments_sha256), torch=torch, world_size=world_size)
+
+
+def _drilled(root: Path, manifest: Manifest | None = None) -> str:
+    found = _beside(root, manifest)
+    if found is None:
+        return ""
+    what = drill_record.summary(found.drills) if found.reproducible else "two undisturbed runs differ"
+    of = f"{found.script}, {found.world_size} ranks, torch {found.torch}, lastwords {found.lastwords}"
+    changed = "".join(f"\nno longer: {one}" for one in found.changed)
+    return f"{tables.moment(found.drilled_unix_ns)}, {of}: {what}{changed}"
+
+
+def _print_drilled(root: Path) -> None:
+    if text := _drilled(root):
+        print(tables.plain(f"drilled {text}").plain)
+
+
+def _drilled_json(root: Path, manifest: Manifest | None = None) -> dict[str, Any] | None:
+    found = _beside(root, manifest)
+    return None if found is None else asdict(found)
 
 
 def _size(found: load.Found) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords import __version__
+from lastwords.checkpoint import drill_record
 from lastwords.cli import tables
 from lastwords.drill import phases
 from lastwords.drill.compare import FAILED
@@ -50,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"of each run (default: {TIMEOUT_S:g})"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep outputs, records and checkpoints in DIR")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="keep what was covered beside the job's checkpoints in DIR, where resume() and `inspect` find it",
+    )
     parser.add_argument("--self-test", action="store_true", help="spoil one bit on a resume: the drill has to name it")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write the report to FILE (-: stdout), too"
@@ -68,6 +75,8 @@ def run(argv: Sequence[str]) -> int:
     command = [*argv[at + 1 :]]
     wishes = _checked(arguments, flags, command)
     kept: Path | None = arguments.keep
+    if arguments.record is not None:
+        _make(arguments.record)
     folder = _folder(kept)
     report = Report(_what(command, flags))
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the run under way
@@ -79,6 +88,9 @@ def run(argv: Sequence[str]) -> int:
         return COMMAND_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    else:
+        if arguments.record is not None:
+            drill_record.write(arguments.record, report.to_record())
     finally:
         if any(one.kind == FAILED for one in report.verdicts):
             kept = folder
@@ -103,6 +115,8 @@ def _checked(arguments: argparse.Namespace, flags: Sequence[str], command: Seque
     ):
         if not least <= value <= most:
             raise ConfigError(f"{name} {value}: has to be from {least} to {most:g}")
+    if arguments.record is not None and arguments.self_test:
+        raise ConfigError("--record: a self-test shows nothing of the script; drill it without --self-test")
     if arguments.two and arguments.nproc_per_node < 2:
         raise ConfigError("--two needs two ranks: --nproc-per-node 2 or more")
     return Wishes(
@@ -120,14 +134,22 @@ def _folder(kept: Path | None) -> Path:
     try:
         if kept is None:
             return Path(tempfile.mkdtemp(prefix="lastwords-drill-"))
-        kept.mkdir(parents=True, exist_ok=True)
-        if any(kept.iterdir()):
-            raise ConfigError(f"--keep {kept}: the directory is not empty")
-        return kept.absolute()
     except OSError as error:
-        raise StorageError(
-            f"cannot write {kept or tempfile.gettempdir()}: {error.strerror}", errno=error.errno or 0
-        ) from error
+        raise StorageError(f"cannot write {tempfile.gettempdir()}: {error.strerror}", errno=error.errno or 0) from error
+    _make(kept)
+    if any(kept.iterdir()):
+        raise ConfigError(f"--keep {kept}: the directory is not empty")
+    return kept.absolute()
+
+
+def _make(folder: Path) -> None:
+    """Before anything is run, since that takes long. StorageError where that fails, or nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror}", errno=error.errno or 0) from error
 
 
 def _what(command: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Verdict:
     resumed_after: global step of the checkpoint; 0: there was none, and the script began anew. compared: global steps
     that were compared. first: the first leaf that differs. at_resume: that differed right after resume(). reasons:
     those of `ResumePoint`, and what was found since. suspects: what nobody saved, and was not what it should have been.
-    problem: why there was nothing to compare. spoilt: the parameter of which a self-test has flipped a bit.
+    dead: paths of state that was told not to be saved, was not back, and was as ever after each later step, as was all
+    else. problem: why there was nothing to compare. spoilt: the parameter of which a self-test has flipped a bit.
     """
 
     drill: Drill
@@ -57,6 +58,7 @@ class Verdict:
     at_resume: Leaf | None = None
     reasons: tuple[str, ...] = ()
     suspects: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
     problem: str = ""
     spoilt: str = ""
 
@@ -134,6 +136,7 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
         restored,
         reasons,
         suspects_of(reference, run, begun_at, unsteady) if resumed else (),
+        dead_in(reference, run, begun_at, unsteady) if resumed and kind == BITWISE else (),
         spoilt=run[0].spoilt,
     )
 
@@ -176,6 +179,30 @@ def suspects_of(reference: Run, run: Run, step: int, unsteady: _Names) -> tuple[
             if there and (kind, name) in changed and not name.startswith("loader."):
                 found[name] = None
     return tuple(found)[:SUSPECTS_MAX]
+
+
+def dead_in(reference: Run, run: Run, step: int, unsteady: _Names) -> tuple[str, ...]:
+    """Paths of state that was told not to be saved by `step`, and that nothing has missed since.
+
+    Not back on any rank that has it, and after each later step all attributes were as in the undisturbed run: this one
+    too, which each step makes anew, so that it is no sum or history that has lost what came before.
+    """
+    for rank, life in run.items():
+        for number, here in life.steps.items():
+            there = reference[rank].steps.get(number)
+            if there is None or differing(there.leaves, here.leaves, ("attribute",), unsteady):
+                return ()
+    lost: dict[str, bool] = {}
+    for rank, life in sorted(run.items()):
+        saved = reference[rank].steps.get(step)
+        if saved is None:
+            return ()
+        names = {name for _, name in differing(saved.leaves, life.begin.leaves, ("attribute",), unsteady)}
+        for path in saved.unsaved:
+            is_lost = any(f"{name}.".startswith((f"{path}.", f"{path}[")) for name in names)
+            lost[path] = lost.get(path, True) and is_lost
+    reasons = [why for life in run.values() for why in life.begin.reasons]
+    return tuple(path for path, is_lost in lost.items() if is_lost and any(path in why for why in reasons))
 
 
 def replicated(reference: Run, step: int, kind: str) -> bool:

@@ -46,7 +46,7 @@ def drill(runs: Runs, wishes: Wishes, report: Report, say: Callable[[str], None]
     _refuse(first, wishes)
     second = _undisturbed(runs, wishes, "undisturbed-2")
     reference, again = first.firsts, second.firsts
-    report.world = len(reference)
+    report.world, report.began = len(reference), reference[0].begin
     report.steps = last = min(first.ended.values())
     aside = unsteady(reference, again)
     report.set_aside = sorted({f"{kind} {name}" for kind, name in aside})

@@ -16,7 +16,8 @@ Leaves = Mapping[str, Mapping[str, str]]
 class Begin:
     """The loop begins after global step `step`. resumes: the script resumes if it can; resumed: it has.
 
-    steps_per_epoch: 0 if it is not known. begun: the saved run had begun the next step.
+    steps_per_epoch: 0 if it is not known. begun: the saved run had begun the next step. script, sha256,
+    arguments_sha256, data: what runs here, see `checkpoint.drill_record`.
     """
 
     step: int
@@ -29,17 +30,25 @@ class Begin:
     reasons: list[str]
     beside: list[str]
     leaves: dict[str, dict[str, str]]
+    script: str = ""
+    sha256: str = ""
+    arguments_sha256: str = ""
+    data: str = ""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step has ended. passes: how often the rank has come by each event since the end of the one before."""
+    """A step has ended. passes: how often the rank has come by each event since the end of the one before.
+
+    unsaved: paths of state of which reasons say by now that it is not saved.
+    """
 
     step: int
     epoch: int | None
     passes: dict[str, int]
     reasons: list[str]
     leaves: dict[str, dict[str, str]]
+    unsaved: list[str] = field(default_factory=list)
 
 
 @dataclass

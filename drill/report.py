@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lastwords.checkpoint.drill_record import Covered, Drilled
+from lastwords.clock import wall_ns
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
 from lastwords.drill.phases import FEWER
+from lastwords.drill.records import Begin
 
 FORMAT = 1
 
@@ -17,6 +21,7 @@ class Report:
     """of: what was drilled (versions, script, arguments). irreproducible: where two undisturbed runs differ.
 
     missed: phase -> why it was not drilled. set_aside: names that differ from run to run although nothing was killed.
+    began: what rank 0 said when the first run began.
     """
 
     of: Mapping[str, Any]
@@ -26,11 +31,23 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     missed: Mapping[str, str] = field(default_factory=dict)
     set_aside: Sequence[str] = ()
+    began: Begin | None = None
 
     @property
     def is_bitwise(self) -> bool:
         """Whether every resume was equal in all bits."""
         return self.irreproducible is None and all(one.kind == BITWISE for one in self.verdicts)
+
+    @property
+    def dead(self) -> list[str]:
+        """Paths of state that is told not to be saved, and was dead in each drill that told of it."""
+        compared = [one for one in self.verdicts if one.drill.phase != FEWER]
+        found = dict.fromkeys(path for one in compared for path in one.dead)
+        return [
+            path
+            for path in found
+            if all(path in one.dead or not any(path in why for why in one.reasons) for one in compared)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The document of `--json`."""
@@ -45,7 +62,30 @@ class Report:
             "drills": [_verdict(one) for one in self.verdicts],
             "missed": dict(self.missed),
             "set_aside": [*self.set_aside],
+            "forget": self.dead,
         }
+
+    def to_record(self) -> Drilled:
+        """What is kept beside checkpoints. Of a report that has `began`."""
+        assert self.began is not None
+        return Drilled(
+            drilled_unix_ns=wall_ns(),
+            script=self.began.script,
+            sha256=self.began.sha256,
+            arguments_sha256=self.began.arguments_sha256,
+            torch=self.of["torch"],
+            lastwords=self.of["lastwords"],
+            world_size=self.world,
+            steps=self.steps,
+            bitwise=self.is_bitwise,
+            reproducible=self.irreproducible is None,
+            drills=tuple(
+                Covered(one.drill.phase, one.drill.death.ranks, one.drill.death.step, one.kind, one.resumed_after)
+                for one in self.verdicts
+            ),
+            missed=tuple(self.missed),
+            data=self.began.data,
+        )
 
     def rows(self) -> list[list[str]]:
         """Phase, ranks, step, resumed after, and what came of it; phases that were missed come last."""
@@ -73,6 +113,11 @@ class Report:
             said.append(
                 "nothing that can be seen was left out: see 'What is not noticed' in docs/exact-resume.md (an iterator "
                 "of a second loader, state in an installed package's objects, a scheduler that is not in extras)"
+            )
+        if dead := self.dead:
+            said.append(
+                f"not saved, and in no later step read: {', '.join(dead)}. If nothing else reads it, resumes are exact "
+                f"with forget=({', '.join(map(json.dumps, dead))}{',' * (len(dead) == 1)})"
             )
         harmless = dict.fromkeys(
             name for one in self.verdicts if one.kind == BITWISE for name in one.suspects if name not in suspects

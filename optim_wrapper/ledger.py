@@ -18,6 +18,7 @@ class Ledger:
 
     def __init__(self, forget: Sequence[str] = ()) -> None:
         self._told: dict[Reason, None] = {}
+        self._leaves: dict[str, None] = {}
         names = ["*".join(map(escape, name.split("*"))) for name in forget]
         self._forget = [f"{name}{inside}" for name in names for inside in ("", ".*", "[[]*")]
         self._forgotten: set[str] = set()
@@ -39,12 +40,19 @@ class Ledger:
         """Add those that are not here yet, and return them. leaf: the path of the state that they are about."""
         if self.forgets(leaf):
             return []
+        if leaf:
+            self._leaves[leaf] = None
         new = [one for one in dict.fromkeys(map(as_reason, reasons)) if one not in self._told]
         if new:
             self._told.update(dict.fromkeys(new))
             for hear in self._listeners:
                 hear(new)
         return new
+
+    @property
+    def leaves(self) -> list[str]:
+        """Paths of state that reasons are about."""
+        return [*self._leaves]
 
     def heard_by(self, listener: Callable[[Sequence[Reason]], None]) -> None:
         """From now on `listener` is called with what is new."""

@@ -45,6 +45,7 @@ MAY_READ_WALL_TIME = (
     "controller/spans.py",
     "controller/state_file.py",
     "controller/timeline.py",
+    "drill/report.py",
     "launcher/host.py",
     "liveness/leftovers.py",
     "page/server.py",

@@ -13,6 +13,7 @@ lists the modules that read the other one. What each of them does after a jump:
     liveness/leftovers.py                 a job with a living rank keeps its files
     cli/retention_commands.py             only shows ages
     page/server.py, watch.py              only show ages
+    drill/report.py                       only says when a script was drilled
 """
 
 from __future__ import annotations

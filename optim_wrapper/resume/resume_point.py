@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
-from lastwords.checkpoint import load, starts
+import lastwords
+from lastwords.checkpoint import drill_record, load, starts
+from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, groups_of
@@ -30,6 +33,8 @@ class ResumePoint:
     beside: names of what the saved run's loop had changed in variables, closures and globals, and in objects that these
     lead to: it is as this process has made it. What of it the loop reads belongs into `extras`; `exact` says nothing of
     it.
+    drilled: what the newest `lastwords drill --record` beside the checkpoints has covered, and in `drilled.changed`
+    whether it still speaks for this script, these versions and this number of ranks. `exact` does not depend on it.
     begun: the saved run's loop had come from the end of that step to the begin of the next one, on all ranks: what it
     does in between (an evaluation, say) is done. False: it is not, or not on all; or the loop makes no difference.
     """
@@ -43,6 +48,7 @@ class ResumePoint:
     groups: tuple[tuple[str, ...], ...] = ()
     beside: tuple[str, ...] = ()
     begun: bool = False
+    drilled: Drilled | None = None
 
 
 def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> ResumePoint | None:
@@ -58,7 +64,7 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
     one where this node's torchrun has not restarted its workers (on the others only this job's checkpoints count).
     """
     drill = os.environ.get(DRILL)
-    root = Path(drill) / CHECKPOINTS if drill else Path(path)
+    root = beside = Path(drill) / CHECKPOINTS if drill else Path(path)
     if root.is_file():
         raise ConfigError(f"{root} is a file: give the directory of a checkpoint, or the one with all of them")
     if not (root / MANIFEST_NAME).exists():
@@ -69,6 +75,8 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
         if chosen is None:
             return None
         root = chosen.path
+    else:
+        beside = root.absolute().parent
     found = load.examine(root, os_for([root]))
     if found.manifest is None or found.status is not load.Status.COMPLETE:
         if found.status is load.Status.UNREADABLE:
@@ -76,7 +84,19 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
         if found.status is load.Status.INCOMPLETE:
             raise IncompleteError(found.why, missing=(str(root),))
         raise FormatError(found.why)
-    return point_of(found.manifest, root)
+    return replace(point_of(found.manifest, root), drilled=drilled_beside(beside, found.manifest.world_size)[0])
+
+
+def drilled_beside(root: Path, world_size: int, data: str = "") -> tuple[Drilled | None, str]:
+    """What a drill has covered for the checkpoints in `root`, compared with this process; and why it is ignored.
+
+    data: digest of the loader's samples, "" if it is not known. Never raises.
+    """
+    found, why = drill_record.read(root)
+    if found is None:
+        return None, why
+    here = {"torch": version("torch"), "lastwords": lastwords.__version__}
+    return found.beside(drill_record.running()[1], **here, world_size=world_size, data=data), ""
 
 
 def _restart(root: Path) -> tuple[bool, OwnJobs | None]:

@@ -360,7 +360,7 @@ class Attributes:
                 why = "it is too large to be copied in each step; register it as a buffer"
         if name not in self._left_out:
             self._left_out.add(name)
-            self.ledger.tell(f"the attribute {name} changes, and is not saved: {why}")
+            self.ledger.tell(f"the attribute {name} changes, and is not saved: {why}", leaf=name)
         return None, 0
 
     def now(self, names: SavedAttributes) -> Callable[[], None]:

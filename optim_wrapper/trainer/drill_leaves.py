@@ -44,7 +44,7 @@ def leaves_of(recorder: StepRecorder) -> Leaves:
         "local_extras": dict(_of_extras(recorder.local_extras_now)),
         "random stream": {name.removeprefix("rng/"): digest(one) for name, one in recorder.streams().items()},
         "attribute": {name: digest(one) for name, one in attributes.items() if _OF_TORCH not in name},
-        "variable": {name: digest(one) for name, one in beside.items()},
+        "variable": {name: digest(without_paths(one)) for name, one in beside.items()},
     }
     return {kind: one for kind, one in found.items() if one}
 
@@ -76,6 +76,16 @@ def _of_extras(snapshot: ExtrasSnapshot) -> Iterator[tuple[str, str]]:
 
     for name, state in snapshot.states.items():
         yield from named(name, state, _DEPTH)
+
+
+def without_paths(told: Any) -> Any:
+    """What a variable holds: an object that it leads to may be met first in whatever other function runs just now."""
+    kind = type(told)
+    if kind is Place:
+        return Place("", told.kind)
+    if kind is dict:
+        return {key: without_paths(item) for key, item in told.items()}
+    return kind(map(without_paths, told)) if kind in (list, tuple) else told
 
 
 def digest(value: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.drill_record import running
 from lastwords.checkpoint.layout import MANIFEST_NAME, checkpoint_dir
 from lastwords.clock import mono_s
 from lastwords.optim_wrapper.ddp.ddp_private import is_compiled
@@ -84,8 +85,13 @@ class DrilledRun(ProtectedRun):
         resumed = self.resumed
         if resumed is not None and self._plan.spoils and self.world.rank == 0:
             self._write("spoilt", name=_flip_bit(self.recorder.view.all_names().parameters))
+        script, (digest, arguments) = running()
         self._write(
             "begin",
+            script=script,
+            sha256=digest,
+            arguments_sha256=arguments,
+            data=self.recorder.loop.data,
             step=self.start_step,
             world=self.world.size,
             own_loop=self.steps is None,
@@ -114,6 +120,7 @@ class DrilledRun(ProtectedRun):
             epoch=None if position is None else position.epoch,
             passes=passes.counts,
             reasons=reasons,
+            unsaved=self.recorder.ledger.leaves,
             leaves=leaves_of(self.recorder),
         )
         if number >= self._plan.steps:

@@ -25,7 +25,7 @@ from lastwords.optim_wrapper.loop.loader_changes import onward
 from lastwords.optim_wrapper.loop.steps import Steps
 from lastwords.optim_wrapper.resume.facts import run_facts
 from lastwords.optim_wrapper.resume.resume import resume_from
-from lastwords.optim_wrapper.resume.resume_point import ResumePoint
+from lastwords.optim_wrapper.resume.resume_point import ResumePoint, drilled_beside
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.trainer.checkpoint_config import (
     CheckpointConfig,
@@ -283,7 +283,15 @@ class TFTRegister:
             )
         place, groups = str(resumed.path), resumed.groups
         beside, begun = resumed.beside, resumed.begun
-        return ResumePoint(epoch, step, resumed.global_step, not reasons, reasons, place, groups, beside, begun)
+        drilled, why = drilled_beside(self._config.ckpt_save_path, run.world.size, self._recorder.loop.data)
+        if run.world.rank == 0:
+            if why:
+                _log.warning("lastwords: %s", why)
+            for change in () if drilled is None else drilled.changed:
+                _log.info("the drill beside the checkpoints says nothing of this run: %s", change)
+        return ResumePoint(
+            epoch, step, resumed.global_step, not reasons, reasons, place, groups, beside, begun, drilled
+        )
 
     def save_only(self, lacks: str) -> None:
         """For whoever protects a loop that it does not know: what is saved is told to be not exact.

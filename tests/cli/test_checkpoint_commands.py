@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, load, publish, retention
+from lastwords.checkpoint import drill_record, layout, load, publish, retention
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import reasons
 from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError
 from tests import golden
 from tests.checkpoint.states import Job
+from tests.checkpoint.test_drill_record import RECORD
 
 JOB = Job()
 FILE_1 = "rank_1/ttp_rank_1-4_7.ckpt"
@@ -403,3 +404,30 @@ def test_what_the_command_calls_sound_can_be_opened(capsys: Capture, root: Path)
     _, found = run_json(capsys, "verify", root)
     for checkpoint in found["checkpoints"]:
         assert load.open_checkpoint(Path(checkpoint["path"]))
+
+
+# ---------------------------------------------------------------------- drills
+
+
+def test_inspect_shows_what_a_drill_has_covered_and_what_has_changed_since(
+    capsys: Capture, root: Path, newest: Path, tmp_path: Path
+) -> None:
+    assert "drilled" not in run(capsys, "inspect", root)[1]
+    assert run_json(capsys, "inspect", root)[1]["drilled"] is None
+    script = tmp_path / "train.py"
+    script.write_text("1")
+    saved = run_json(capsys, "inspect", newest)[1]
+    record = replace(RECORD, sha256=drill_record.digest_of(script), torch=saved["manifest"]["facts"].get("torch", ""))
+    drill_record.write(root, replace(record, script=str(script), world_size=saved["world_size"]))
+    golden.says(next(line for line in run(capsys, "inspect", root)[1].splitlines() if line.startswith("drilled")))
+    assert run_json(capsys, "inspect", newest)[1]["drilled"]["changed"] == []
+    script.write_text("2")
+    assert len(run_json(capsys, "inspect", newest)[1]["drilled"]["changed"]) == 1
+    assert " ".join(run(capsys, "inspect", newest)[1].split()).count("no longer") == 1
+
+
+def test_inspect_ignores_a_damaged_record_of_a_drill_with_a_word(capsys: Capture, root: Path) -> None:
+    (root / "drill.json").write_bytes(b"{")
+    code, _, err = run(capsys, "inspect", root)
+    assert code == ExitCode.OK
+    assert err.count("drill.json is ignored") == 1

@@ -25,6 +25,7 @@ SCRIPT = ("--", "train.py")
         ("--nproc-per-node", "0", *SCRIPT),
         ("--timeout", "nan", *SCRIPT),
         ("--two", "--nproc-per-node", "1", *SCRIPT),
+        ("--record", "ckpt", "--self-test", *SCRIPT),
     ],
     ids=" ".join,
 )
@@ -49,5 +50,6 @@ def test_a_directory_that_holds_something_is_not_written_into(tmp_path: Path, ca
 
 def test_a_directory_that_cannot_be_made_is_an_error_of_the_file_system(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").touch()
-    assert main(["drill", "--keep", str(tmp_path / "file" / "below"), *SCRIPT]) == ExitCode.STORAGE
-    assert "file/below" in capsys.readouterr().err
+    for flag in ("--keep", "--record"):
+        assert main(["drill", flag, str(tmp_path / "file" / "below"), *SCRIPT]) == ExitCode.STORAGE
+        assert "file/below" in capsys.readouterr().err

@@ -35,6 +35,7 @@ def life(
     passes: Mapping[int, Mapping[str, int]] | None = None,
     changed: Mapping[int, Leaves] | None = None,
     dies: str = "",
+    unsaved: Iterable[str] = (),
 ) -> Life:
     """Steps from `first` to `last`, five in an epoch. passes, changed: of some steps, instead of the usual."""
     steps = {
@@ -44,6 +45,7 @@ def life(
             dict((passes or {}).get(number, PASSES)),
             [],
             (changed or {}).get(number, leaves(number)),
+            [*unsaved],
         )
         for number in range(first, last + 1)
     }

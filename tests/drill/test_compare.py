@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -151,3 +152,65 @@ def test_on_fewer_ranks_the_state_at_the_resume_is_compared_where_all_hold_it() 
     parts[1].steps[4].leaves["parameter"]["w"] = "of rank 1"
     assert judge_fewer(drill, parts, fewer, 4).kind == FAILED
     assert judge_fewer(drill, reference(), {}, 4).kind == FAILED
+
+
+CACHE = "model.0.last"
+
+
+def with_cache(of: Life, **values: str) -> Life:
+    """What is in the cache when the loop begins, or another attribute; after each step it is made anew."""
+    of.begin.leaves["attribute"] = {CACHE: "None", **values}
+    for number, step in of.steps.items():
+        step.leaves["attribute"] = {CACHE: f"last of {number}"}
+    return of
+
+
+def cached(why: str = f"ranks 0-1: the attribute {CACHE} changes, and is not saved") -> tuple[dict[int, Life], Any]:
+    """The undisturbed run, and the lives of one that was killed and went on after step 4 without the cache."""
+    lives = {rank: [life(1, 4, dies="forward"), life(5, LAST, begins=begin(4, [why]))] for rank in (0, 1)}
+    for every in lives.values():
+        every[:] = map(with_cache, every)
+    return {rank: with_cache(life(unsaved=[CACHE])) for rank in (0, 1)}, lives
+
+
+def dead_of(usual: dict[int, Life], lives: Any, unsteady: Any = frozenset()) -> tuple[str, ...]:
+    return judge(DRILL, usual, lives, unsteady, LAST).dead
+
+
+def test_state_that_was_not_back_and_is_missed_by_nothing_is_dead() -> None:
+    assert dead_of(*cached()) == (CACHE,)
+
+
+def back(usual: dict[int, Life], lives: Any) -> None:
+    lives[1][1].begin.leaves["attribute"][CACHE] = "last of 4"
+
+
+def read_by_a_weight(usual: dict[int, Life], lives: Any) -> None:
+    lives[1][1].steps[7].leaves["parameter"]["w"] = "x"
+
+
+def read_by_another_attribute(usual: dict[int, Life], lives: Any) -> None:
+    lives[1][1].steps[LAST].leaves["attribute"]["model.0.total"] = "x"
+
+
+def a_history(usual: dict[int, Life], lives: Any) -> None:
+    for step in lives[0][1].steps.values():
+        step.leaves["attribute"][CACHE] = f"last of 5 to {step.step}"
+
+
+def told_later(usual: dict[int, Life], lives: Any) -> None:
+    for rank in usual:
+        for number in range(1, 5):
+            usual[rank].steps[number].unsaved.clear()
+
+
+@pytest.mark.parametrize("change", [back, read_by_a_weight, read_by_another_attribute, a_history, told_later])
+def test_state_that_may_be_missed_is_not_dead(change: Any) -> None:
+    usual, lives = cached()
+    change(usual, lives)
+    assert dead_of(usual, lives) == ()
+
+
+def test_state_that_no_reason_of_the_resume_is_about_is_not_dead() -> None:
+    assert dead_of(*cached("another torch")) == ()
+    assert dead_of(*cached(), {("attribute", CACHE)}) == (), "it is never the same twice, so nothing can be said"

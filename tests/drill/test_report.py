@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+from lastwords.checkpoint.drill_record import Covered
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
 from lastwords.drill.phases import FEWER, Drill
 from lastwords.drill.report import Report
 from lastwords.optim_wrapper.launch.drill_plan import Death
 from tests import golden
+from tests.drill.made import begin
 
 FORWARD, FEW = Drill("forward", Death((0, 2), 5, "forward", 1)), Drill(FEWER, Death((1,), 6, "forward", 1))
 LEAF = Leaf("parameter", "w", 6, 1, 3)
@@ -42,6 +45,26 @@ def test_advice_names_what_to_register_or_where_to_look() -> None:
     golden.says("\n".join([*suspected.advice(), *nothing.advice(), *read_by_nobody.advice()]))
     assert not told.advice(), "the reason says what to do"
     assert not report(Verdict(FORWARD, BITWISE, 4, 8)).advice()
+
+
+def test_state_that_is_dead_is_named_with_the_line_to_write_unless_another_drill_has_differed_for_it() -> None:
+    told = "the attribute {} changes, and is not saved".format
+    every = Verdict(FORWARD, BITWISE, 4, 8, reasons=(told("model.a"), told("model.b")), dead=("model.a", "model.b"))
+    one = Verdict(FORWARD, TOLD, 4, 8, LEAF, reasons=(told("model.b"),))
+    assert (report(every, one).dead, report(one).dead) == (["model.a"], [])
+    assert not report(every, dataclasses.replace(every, dead=())).dead, "there, another attribute was missing it"
+    assert report(every, Verdict(FEW, BITWISE, 5, 0, reasons=(told("model.a"),))).dead == ["model.a", "model.b"]
+    golden.says("\n".join([*report(every).advice(), *report(every, one).advice()]))
+    assert report(every).to_json()["forget"] == ["model.a", "model.b"]
+
+
+def test_what_is_kept_beside_checkpoints_says_what_was_covered_and_what_ran() -> None:
+    every = report(Verdict(FORWARD, BITWISE, 4, 8), Verdict(FEW, DIFFERS, 5, 0, LEAF))
+    every.of, every.began = {"torch": "2.13.0", "lastwords": "0.1.0"}, dataclasses.replace(begin(), sha256="a")
+    record = every.to_record()
+    assert record.drills == (Covered("forward", (0, 2), 5, "bitwise", 4), Covered("fewer-ranks", (1,), 6, "differs", 5))
+    assert (record.bitwise, record.world_size, record.steps, record.missed) == (False, 3, 12, ("evaluation",))
+    assert (record.sha256, record.torch) == ("a", "2.13.0")
 
 
 def test_only_equal_bits_everywhere_are_bitwise() -> None:

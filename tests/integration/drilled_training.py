@@ -1,7 +1,8 @@
 """A script as README.md shows it, for `lastwords drill`; with a fault if it is told to have one.
 
 --unsaved: a number that the loop changes hangs on an object that nobody hands over. --unseeded: all weights are drawn
-anew in each run. --never: it does not resume. --crash: it fails in step 4. --hang: it stands still there.
+anew in each run. --cache: a layer keeps its last output, too large to be saved, and nothing reads it; --cache-read: the
+next forward pass does. --never: it does not resume. --crash: it fails in step 4. --hang: it stands still there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lastwords
 
 
+class Cache(nn.Module):
+    """Keeps its last output many times over; adds a part of it to the next one if it `reads` it."""
+
+    last: torch.Tensor | None = None
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads and self.training and self.last is not None:
+            x = x + 0.1 * self.last[: len(x)]
+        if self.training:
+            self.last = x.detach().repeat(1000, 1)
+        return x
+
+
 class Trainer:
     """Holds what no checkpoint has."""
 
@@ -29,7 +47,7 @@ class Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--unsaved", "--unseeded", "--never", "--crash", "--hang"):
+    for flag in ("--unsaved", "--unseeded", "--cache", "--cache-read", "--never", "--crash", "--hang"):
         parser.add_argument(flag, action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -37,6 +55,8 @@ def main() -> None:
     if not arguments.unseeded:
         torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    if arguments.cache or arguments.cache_read:
+        net.append(Cache(reads=arguments.cache_read))
     model = DDP(net)
     torch.manual_seed(2 + dist.get_rank())
     drawn = torch.Generator().manual_seed(7)

@@ -2,67 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.harness import FORGOTTEN_ENVIRONMENT, RANK_ENVIRONMENT
+from lastwords.checkpoint import drill_record
+from tests.integration.drilling import drilled
 
 pytestmark = [pytest.mark.process, pytest.mark.thorough]
 
-SCRIPT = Path(__file__).with_name("drilled_training.py")
-LIMIT_S = 240.0
-
-
-@dataclass(frozen=True)
-class Said:
-    """By a drill. report: its JSON; None if there is none."""
-
-    code: int
-    text: str
-    report: Any
-
-
-def drilled(folder: Path, *flags: str, script: tuple[str, ...] = ()) -> Said:
-    """Of a script with these arguments, on two ranks."""
-    environment = {name: value for name, value in os.environ.items() if name not in FORGOTTEN_ENVIRONMENT}
-    written, scratch = folder / "report.json", folder / "scratch"
-    scratch.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "lastwords.cli",
-        "drill",
-        "--json",
-        str(written),
-        *flags,
-        "--",
-        str(SCRIPT),
-        *script,
-    ]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment, **RANK_ENVIRONMENT, "TMPDIR": str(scratch)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    text = done.stdout + done.stderr
-    return Said(done.returncode, text, json.loads(written.read_text()) if written.exists() else None)
+SCRIPT = str(Path(__file__).with_name("drilled_training.py"))
 
 
 def test_a_script_that_resumes_exactly_is_bitwise_in_each_phase_and_its_own_checkpoints_are_not_touched(
     tmp_path: Path,
 ) -> None:
-    said = drilled(tmp_path, "--phases", "backward,epoch-end,evaluation,periodic,fewer-ranks,between-updates")
+    said = drilled(
+        tmp_path, "--phases", "backward,epoch-end,evaluation,periodic,fewer-ranks,between-updates", command=(SCRIPT,)
+    )
     assert said.code == 0, said.text
     drills = {one["phase"]: one for one in said.report["drills"]}
     assert {one["verdict"] for one in drills.values()} == {"bitwise"}
@@ -79,20 +36,36 @@ def test_a_script_that_resumes_exactly_is_bitwise_in_each_phase_and_its_own_chec
 
 
 def test_a_number_that_nobody_saves_is_named(tmp_path: Path) -> None:
-    said = drilled(tmp_path, "--phases", "forward", script=("--unsaved",))
+    said = drilled(tmp_path, "--phases", "forward", "--record", "ckpt", command=(SCRIPT, "--unsaved"))
     assert said.code == 1, said.text
     (one,) = said.report["drills"]
     assert one["verdict"] == "differs"
     assert (one["first"]["kind"], one["first"]["step"]) == ("parameter", one["resumed_after"] + 1)
     assert one["suspects"] == ["main() of __main__.trainer.scale"]
     assert one["suspects"][0] in said.text
+    record, _ = drill_record.read(tmp_path / "ckpt")
+    assert record is not None
+    assert [(covered.phase, covered.verdict) for covered in record.drills] == [("forward", "differs")]
+    assert (record.bitwise, record.sha256) == (False, drill_record.digest_of(Path(SCRIPT)))
 
 
 def test_a_bit_that_is_spoilt_on_the_resume_is_found(tmp_path: Path) -> None:
-    said = drilled(tmp_path, "--self-test")
+    said = drilled(tmp_path, "--self-test", command=(SCRIPT,))
     assert said.code == 0, said.text
     (one,) = said.report["drills"]
     assert (one["verdict"], one["at_resume"]["kind"], one["at_resume"]["rank"]) == ("differs", "parameter", 0)
+
+
+@pytest.mark.parametrize(("flag", "code", "dead"), [("--cache", 0, ["model.5.last"]), ("--cache-read", 1, [])])
+def test_state_that_is_told_and_dead_is_named_with_what_to_write_and_no_other_is(
+    tmp_path: Path, flag: str, code: int, dead: list[str]
+) -> None:
+    said = drilled(tmp_path, "--phases", "forward", command=(SCRIPT, flag))
+    assert said.code == code, said.text
+    (one,) = said.report["drills"]
+    assert any("model.5.last" in why for why in one["reasons"])
+    assert said.report["forget"] == dead
+    assert ('forget=("model.5.last",)' in said.text) == bool(dead)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +80,6 @@ def test_a_bit_that_is_spoilt_on_the_resume_is_found(tmp_path: Path) -> None:
 def test_a_script_that_cannot_be_drilled_is_told_so(
     tmp_path: Path, script: str, flags: tuple[str, ...], code: int, word: str
 ) -> None:
-    said = drilled(tmp_path, *flags, script=(script,))
+    said = drilled(tmp_path, *flags, command=(SCRIPT, script))
     assert said.code == code, said.text
     assert word in said.text

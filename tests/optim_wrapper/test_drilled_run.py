@@ -17,7 +17,7 @@ import lastwords
 from lastwords.checkpoint.storable import Place
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.drill_plan import DRILL
-from lastwords.optim_wrapper.trainer.drill_leaves import digest
+from lastwords.optim_wrapper.trainer.drill_leaves import digest, without_paths
 from lastwords.optim_wrapper.trainer.drilled_run import _flip_bit, hear_passes, hear_updates
 
 
@@ -49,6 +49,12 @@ def test_a_digest_is_of_the_value_and_not_of_where_it_lies() -> None:
     assert digest(rows.t()) == digest(rows.t().clone())
     assert digest(Place("", "a.B #140023.1")) == digest(Place("", "a.B #7.2"))
     assert digest({"b", "a"}) == digest({"a", "b"})
+
+
+def test_where_an_object_is_met_first_says_nothing_of_a_variable_and_what_it_is_does() -> None:
+    one, met_elsewhere, another = ({"of": [(Place(*place), 1)]} for place in (("a", "K"), ("b", "K"), ("a", "L")))
+    assert digest(without_paths(one)) == digest(without_paths(met_elsewhere))
+    assert digest(without_paths(one)) != digest(without_paths(another))
 
 
 def passes_of(model: nn.Module, *, eval_too: bool = False) -> Counter[str]:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lastwords
-from lastwords.checkpoint import starts
+from lastwords.checkpoint import drill_record, starts
+from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState
 from lastwords.checkpoint.reason import Reason
@@ -278,3 +279,55 @@ def test_a_loader_that_knows_its_place_is_the_data_position_of_a_loop_of_ones_ow
     other = StatefulLoader()
     Extras({"data": other}, "local_extras").restore(tree, lambda name: torch.empty(0))
     assert list(other) == [5, 6]
+
+
+def resumable(path: Path) -> None:
+    state = UnitView(*trained()).state()
+    stored, _ = Extras({}).store(Extras({}).first(), "replicated")
+    published(path, {0: {"replicated": replace(state, meta=replace(state.meta, extras=stored))}})
+
+
+def recorded(script: str, world_size: int = 1) -> Drilled:
+    """Of this process, but for its script."""
+    _, (_, arguments) = drill_record.running()
+    return Drilled(
+        drilled_unix_ns=1, script="train.py", sha256=script, arguments_sha256=arguments, bitwise=True, steps=12,
+        torch=torch.__version__, lastwords=lastwords.__version__, world_size=world_size,
+    )  # fmt: skip
+
+
+def test_a_resume_says_what_a_drill_has_covered_and_whether_that_is_of_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumable(tmp_path)
+
+    def points() -> list[lastwords.ResumePoint]:
+        with register(tmp_path, monkeypatch) as tft:
+            found = [tft.resume(), lastwords.peek(tmp_path), lastwords.peek(next(tmp_path.glob("tft_*")))]
+        return [point for point in found if point is not None]
+
+    bare = points()
+    assert [point.drilled for point in bare] == [None] * 3
+    drill_record.write(tmp_path, recorded(drill_record.running()[1][0]))
+    same = points()
+    assert [point.drilled and point.drilled.changed for point in same] == [()] * 3
+    drill_record.write(tmp_path, recorded("0" * 64))
+    other = points()
+    for point in other:
+        assert point.drilled is not None
+        golden.says(point.drilled.changed)
+    for point, was in zip([*same, *other], [*bare, *bare], strict=True):
+        assert replace(point, drilled=None) == was, "neither `exact` nor the reasons depend on it"
+
+
+def test_a_resume_ignores_a_damaged_record_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumable(tmp_path)
+    (tmp_path / "drill.json").write_bytes(b"{")
+    with register(tmp_path, monkeypatch) as tft:
+        point = tft.resume()
+    assert point is not None
+    assert point.drilled is None
+    assert len([one for one in caplog.records if "drill.json" in one.getMessage()]) == 1
+    assert lastwords.peek(tmp_path) is not None
