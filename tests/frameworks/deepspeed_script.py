@@ -68,7 +68,6 @@ def main() -> None:
                     step += 1
                     die(step, "win")
                     ended(step, net.state_dict(), [*optimizer.state.values()], loss.detach(), scheduler.state_dict())
-            die(step, "epoch")
     final(net.state_dict())
 
 
