@@ -24,6 +24,8 @@ def config() -> dict[str, Any]:
     }
     if "bf16" in CASE:
         found["bf16"] = {"enabled": True}
+    if "autocast" in CASE:
+        found["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     return found
 
 
@@ -67,7 +69,7 @@ def main() -> None:
                 if last:
                     step += 1
                     die(step, "win")
-                    ended(step, net.state_dict(), [*optimizer.state.values()], loss.detach(), scheduler.state_dict())
+                    ended(step, net.state_dict(), [*optimizer.state.values()], loss.detach().float(), scheduler.state_dict())
     final(net.state_dict())
 
 
