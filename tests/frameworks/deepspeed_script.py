@@ -69,7 +69,13 @@ def main() -> None:
                 if last:
                     step += 1
                     die(step, "win")
-                    ended(step, net.state_dict(), [*optimizer.state.values()], loss.detach().float(), scheduler.state_dict())
+                    ended(
+                        step,
+                        net.state_dict(),
+                        [*optimizer.state.values()],
+                        loss.detach().float(),
+                        scheduler.state_dict(),
+                    )
     final(net.state_dict())
 
 

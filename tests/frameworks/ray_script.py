@@ -40,11 +40,13 @@ def train(config: dict[str, Any]) -> None:
         if tft is not None:
             point = tft.resume(missing_ok=True)
             step = 0 if point is None else point.global_step
-            (DIRECTORY / f"resumed-{RANK}-{step}").write_text("" if point is None else repr((point.exact, point.reasons)))
+            (DIRECTORY / f"resumed-{RANK}-{step}").write_text(
+                "" if point is None else repr((point.exact, point.reasons))
+            )
         for epoch in [0] if tft is not None else range(EPOCHS):
             if tft is None:
                 loader.sampler.set_epoch(epoch)
-            for batch in ((one[-1] for one in tft.steps(loader, EPOCHS)) if tft is not None else loader):
+            for batch in (one[-1] for one in tft.steps(loader, EPOCHS)) if tft is not None else loader:
                 step += 1
                 loss = model(batch[0]).square().mean()
                 die(step, "fwd")

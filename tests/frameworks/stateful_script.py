@@ -95,7 +95,7 @@ def main() -> None:
         for epoch in [None] if tft is not None else range(EPOCHS):
             if epoch is not None and "stream" not in CASE and "shuffle" not in CASE:
                 data.sampler.set_epoch(epoch)
-            for batch in ((one[-1] for one in tft.steps(data, EPOCHS)) if tft is not None else data):
+            for batch in (one[-1] for one in tft.steps(data, EPOCHS)) if tft is not None else data:
                 step += 1
                 die(step, "fetched")
                 loss = model(batch).square().mean()
