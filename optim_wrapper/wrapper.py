@@ -76,6 +76,7 @@ class OptTFTWrapper(Optimizer):
             raise NotAnOptimizerError(
                 f"OptTFTWrapper takes a torch.optim.Optimizer, not {kind}; "
                 "pass an instance, for example OptTFTWrapper(torch.optim.AdamW(model.parameters(), lr=1e-3))"
+                f"{zero.told_of_deepspeed()}"
             )
         _refuse_second_wrapper(optimizer)
         self._adopt(optimizer)

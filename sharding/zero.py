@@ -5,6 +5,7 @@ It broadcasts weights inside `step()`, so in the middle of an update only an own
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,17 @@ from torch.optim.optimizer import Optimizer
 from lastwords.errors import ConfigError
 
 _CLASS = "ZeroRedundancyOptimizer"
+
+_DEEPSPEED = (
+    "; DeepSpeed's ZeRO stages, fp16 and bf16 train flat copies of the parameters, of which a rank's part is nowhere "
+    'else: use "zero_optimization": {"stage": 0} without "fp16" and "bf16" ("torch_autocast" instead), and '
+    "protect(model=engine.module, optimizer=..., in_place=True) with the torch optimizer that it was given; or FSDP2"
+)
+
+
+def told_of_deepspeed() -> str:
+    """What an error adds where an optimizer is not one of the model's parameters: "" if DeepSpeed is not there."""
+    return _DEEPSPEED if "deepspeed" in sys.modules else ""
 
 
 def is_zero(optimizer: Optimizer) -> bool:

@@ -37,6 +37,9 @@ LENGTH_UNKNOWN = -1
 _SAMPLER_ITERATOR = "_sampler_iter"
 """Private name in torch's DataLoader iterators (2.0 to 2.13). Where it is gone, batches are fetched again instead."""
 
+_STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+"""Its loader draws where torch's does, and its iterators are torch's, with `_sampler_iter_yielded` beside the count."""
+
 
 class Kind(enum.Enum):
     """How a loader can be set to a position."""
@@ -89,7 +92,7 @@ def loader_facts(loader: Any, *, sized: bool = True) -> LoaderFacts:
         raise ConfigError(f"the loader ({name}) cannot be iterated over")
     if isinstance(loader, list | tuple):
         kind = Kind.SEQUENCE
-    elif not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    elif not isinstance(loader, DataLoader) or not _iterates_as_torch(type(loader)):
         kind = Kind.FOREIGN
     elif isinstance(loader.dataset, IterableDataset):
         kind = Kind.ITERABLE
@@ -103,6 +106,10 @@ def loader_facts(loader: Any, *, sized: bool = True) -> LoaderFacts:
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
         in_order=bool(getattr(loader, "in_order", True)),
     )
+
+
+def _iterates_as_torch(kind: type[DataLoader[Any]]) -> bool:
+    return kind.__iter__ is DataLoader.__iter__ or kind.__iter__.__module__ == _STATEFUL
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
@@ -299,6 +306,8 @@ def _draw_indices(iterator: Any, batches: int) -> list[str]:
     for _ in range(batches - 1):
         next(sampler)
     iterator._num_yielded += batches
+    if hasattr(iterator, "_sampler_iter_yielded"):
+        iterator._sampler_iter_yielded += batches
     if streams.moved():
         return [
             "the loader's sampler draws from the training's random streams between batches, so its order depends on "

@@ -187,7 +187,7 @@ class UnitView:
         if not any(id(parameter) in in_model for parameter in self.trained):
             raise ConfigError(
                 f"model ({type(self.model).__name__}) and optimizer ({optimizer_kind(self.optimizer)}) share no "
-                "parameters; pass the model from whose parameters() the optimizer was made"
+                f"parameters; pass the model from whose parameters() the optimizer was made{zero.told_of_deepspeed()}"
             )
         self.model = with_those_beside(self.model, in_model, self.trained)
         self._first_forms = self._forms()

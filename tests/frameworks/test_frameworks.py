@@ -88,13 +88,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     return of
 
 
-def check_equal(directory: Path, undisturbed: Path) -> None:
+def check_equal(directory: Path, undisturbed: Path, files: tuple[str, ...] = ("final", "log")) -> None:
     """All steps, what is there at the end, and what was logged."""
     for rank in range(RANKS):
         found, steps = trace(directory, rank), trace(undisturbed, rank)
         assert found == {step: steps[step] for step in found}
-        for file in (f"final-{rank}", f"log-{rank}"):
-            assert (directory / file).read_text() == (undisturbed / file).read_text(), file
+        for file in files:
+            assert (directory / f"{file}-{rank}").read_text() == (undisturbed / f"{file}-{rank}").read_text(), file
 
 
 @pytest.mark.parametrize(("library", "case"), [(library, case) for library, cases in CASES.items() for case in cases])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
-from lastwords.errors import ConfigError, FormatError, MismatchError
+from lastwords.errors import ConfigError, FormatError, MismatchError, NotAnOptimizerError
 from lastwords.optim_wrapper.ddp.ddp_private import find_ddp
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
@@ -475,6 +477,14 @@ def test_a_model_and_an_optimizer_that_share_no_parameters_are_refused() -> None
     others = [kind(nn.Linear(2, 2).parameters()) for kind in (torch.optim.AdamW, torch.optim.Adagrad)]
     with golden.raises(ConfigError):
         UnitView(nn.Linear(2, 2), JoinedOptimizer(others))
+
+
+def test_an_optimizer_that_has_none_of_the_models_parameters_may_be_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    with golden.raises(ConfigError):
+        UnitView(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with golden.raises(NotAnOptimizerError):
+        OptTFTWrapper(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_no_module_and_an_optimizer_that_is_none_are_refused() -> None:
