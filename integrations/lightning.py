@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -60,6 +66,11 @@ class _Loops:
         self._loaded: Mapping[str, Any] | None = None
         """What was saved, until a step has begun: the Trainer resets a part of it on the way there."""
 
+    def epoch_begins(self) -> None:
+        """A resumed one tells nobody that it starts: GradientAccumulationScheduler sets this then."""
+        if self._loaded is not None:
+            self._trainer.accumulate_grad_batches = self._loaded["accumulate"]
+
     def step_begins(self) -> None:
         """From here on it is what the Trainer has."""
         self._loaded = None
@@ -80,7 +91,6 @@ class _Loops:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self._trainer.fit_loop.load_state_dict(saved["loops"])
         self._trainer.should_stop = saved["should_stop"]
-        self._trainer.accumulate_grad_batches = saved["accumulate"]
         vars(self._trainer._logger_connector).update(saved["logging"])
         self._loaded = {**saved}
 
@@ -195,12 +205,13 @@ class LastWords(pl.Callback):
         point = self._tft.resume(missing_ok=True)
         self._stepped, self._again = trainer.global_step, point is not None and not point.begun
         self._plain = {
+            "reset": epoch.reset,
             "on_run_start": epoch.on_run_start,
             "batch_over": epoch.on_advance_end,
             "epoch_over": fit.on_advance_end,
             "loader": fit._load_combined_loader_states,
         }
-        epoch.on_run_start = self._epoch_begins
+        epoch.reset, epoch.on_run_start = self._epoch_resets, self._epoch_begins
         epoch.on_advance_end = self._batch_over
         fit.on_advance_end = self._epoch_over
         fit._load_combined_loader_states = self._loader_is_there
@@ -216,6 +227,10 @@ class LastWords(pl.Callback):
         self._plain["loader"]()
         self._data.ahead = trainer.fit_loop._combined_loader.limits[0] == float("inf")
         self._data.stand_in(loaders[0])
+
+    def _epoch_resets(self) -> None:
+        self._loops.epoch_begins()
+        self._plain["reset"]()
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop
@@ -286,6 +301,12 @@ def _refuse(trainer: pl.Trainer, again: bool) -> None:
         raise ConfigError(
             f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, which "
             "lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
+        )
+    averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    if averages and trainer.world_size > 1 and any(True for _ in trainer.lightning_module.buffers()):
+        raise ConfigError(
+            "WeightAveraging swaps a model and its average for a validation, and lastwords cannot follow buffers that "
+            "differ by rank there: use layers without (a LayerNorm), or call lastwords.protect() in a loop of your own"
         )
     if trainer.ckpt_path is not None:
         raise ConfigError("fit(ckpt_path=) beside lastwords, which goes on from what it has saved: leave one out")

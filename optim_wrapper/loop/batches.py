@@ -34,8 +34,8 @@ UNKNOWN_END = (
 )
 
 COUNTS = (
-    "one batch more is fetched than was trained on, and to fetch it changes {}, so that batch is another one where a run "
-    "goes on in the middle of an epoch; draw from a random generator instead, or use num_workers=1"
+    "to iterate over the loader changes {}, so where a run goes on in the middle of an epoch other batches may come; let "
+    "them depend on the epoch (set_epoch) or on a random generator instead"
 )
 
 _SHOWN_MAX = 4
@@ -196,16 +196,16 @@ class Batches:
         here = self._taken()
         self._put(at.start)
         self._at, self._given, in_hand = at, at.used, []
+        before = _counted(self.loader)
         iterator = self._open()
         put_back = partial(self._put, at.fetch or here)
         loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
         if at.fetch:
-            before = _counted(self.loader)
             in_hand = [next(iterator)]
             self._given += 1
-            now = _counted(self.loader)
-            if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-                loop.not_exact(COUNTS.format(", ".join(counts[:_SHOWN_MAX])))
+        now = _counted(self.loader)
+        if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+            loop.not_exact(COUNTS.format(", ".join(counts[:_SHOWN_MAX])))
         self._put(here)
         return iterator, in_hand
 

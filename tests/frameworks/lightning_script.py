@@ -48,7 +48,8 @@ class Module(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = not TWO
         self.words = nn.Embedding(32, 16)
-        self.rest = nn.Sequential(nn.Dropout(0.2), nn.BatchNorm1d(12), nn.Linear(16, 32))
+        norm = nn.LayerNorm(16) if CASE == "averaging" else nn.BatchNorm1d(12)
+        self.rest = nn.Sequential(nn.Dropout(0.2), norm, nn.Linear(16, 32))
         self.mean, self.losses = MeanMetric(), [0.0]
 
     def on_train_batch_start(self, batch: Any, number: int) -> int | None:
