@@ -178,7 +178,7 @@ ci-frameworks: .venv-frameworks/.ready
 
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev,hf,lightning]'
+	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev,hf,lightning]' peft==0.21.2
 	touch $@
 
 bench-peers: .venv-peers/.ready

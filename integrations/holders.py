@@ -39,7 +39,9 @@ def names_set_by(kind: type[Any]) -> frozenset[str]:
         function = one.fget if isinstance(one, property) else inspect.unwrap(one) if callable(one) else None
         if (code := getattr(function, "__code__", None)) is not None:
             for before, step in pairwise(dis.get_instructions(code)):
-                of_self = before.argval == "self" or (isinstance(before.argval, tuple) and before.argval[-1:] == ("self",))
+                of_self = before.argval == "self" or (
+                    isinstance(before.argval, tuple) and before.argval[-1:] == ("self",)
+                )
                 found |= {step.argval} if of_self and step.opname == "STORE_ATTR" else set()
     return frozenset(found)
 

@@ -299,8 +299,8 @@ def _refuse(trainer: pl.Trainer, again: bool) -> None:
     strange = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _REBUILDS)]  # type: ignore[attr-defined]
     if strange:
         raise ConfigError(
-            f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, which "
-            "lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
+            f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, "
+            "which lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
         )
     averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
     if averages and trainer.world_size > 1 and any(True for _ in trainer.lightning_module.buffers()):

@@ -34,8 +34,8 @@ UNKNOWN_END = (
 )
 
 COUNTS = (
-    "to iterate over the loader changes {}, so where a run goes on in the middle of an epoch other batches may come; let "
-    "them depend on the epoch (set_epoch) or on a random generator instead"
+    "to iterate over the loader changes {}, so where a run goes on in the middle of an epoch other batches may come; "
+    "let them depend on the epoch (set_epoch) or on a random generator instead"
 )
 
 _SHOWN_MAX = 4

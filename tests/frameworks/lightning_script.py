@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torchmetrics import MeanMetric
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchmetrics import MeanMetric
 
 from tests.frameworks.script import CASE, DIRECTORY, RANK, Texts, die, ended, final, lightning_callbacks, masked
 
@@ -173,7 +173,14 @@ class Probe(pl.Callback):
             rates = [one["lr"] for optimizer in trainer.optimizers for one in optimizer.param_groups]
             states = [one.state_dict()["state"] for one in trainer.optimizers]
             NEWEST[0] = step
-            ended(step, AVERAGING[0]._average_model.state_dict() if AVERAGING else [], module.state_dict(), states, rates, float(trainer.callback_metrics.get("val_loss", 0.0)))
+            ended(
+                step,
+                AVERAGING[0]._average_model.state_dict() if AVERAGING else [],
+                module.state_dict(),
+                states,
+                rates,
+                float(trainer.callback_metrics.get("val_loss", 0.0)),
+            )
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         die(done(trainer), "evaluated")
