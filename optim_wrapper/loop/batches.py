@@ -253,5 +253,6 @@ def _streams_of(loader: Any) -> dict[str, State]:
 
 
 def _counted(loader: Any) -> dict[str, str]:
-    """What the attributes of a loader and its data set hold, shortened."""
-    return {".".join(name): repr(cell.told) for name, cell in Walk({"loader": loader}, {}).cells.items()}
+    """What the attributes of a loader and its data set hold, shortened; not the epoch, which a sampler is told."""
+    cells = Walk({"loader": loader}, {}).cells.items()
+    return {".".join(name): repr(cell.told) for name, cell in cells if name[1] != "epoch"}
