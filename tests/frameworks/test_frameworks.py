@@ -205,7 +205,8 @@ def test_a_loader_that_counts_as_it_is_iterated_over_is_named(
 ) -> None:
     whole(library, "")
     said = run(tmp_path, library, case, "1:4:fwd", PROTECTED="1")
-    assert f"{NOT_EXACT} to iterate over the loader changes {name}" in said
+    assert NOT_EXACT in said
+    assert name in said
 
 
 def test_a_log_of_a_healed_run_is_that_of_the_whole_one(whole: Callable[[str, str], Path]) -> None:
