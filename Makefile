@@ -182,7 +182,7 @@ ci-frameworks: .venv-frameworks/.ready
 
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev,hf,lightning]' torchdata==0.11.0
+	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev,hf,lightning]' torchdata==0.11.0 peft==0.21.2
 	$(@D)/bin/python -m pip install -c constraints.txt hjson py-cpuinfo einops msgpack ninja pydantic psutil setuptools
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --no-deps --no-build-isolation deepspeed==0.19.8
 	touch $@

@@ -23,8 +23,9 @@ from accelerate.optimizer import patch_optimizer_step
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from lastwords.errors import ConfigError
-from lastwords.integrations import accelerate_data, pins
+from lastwords.integrations import accelerate_data, holders, pins
 from lastwords.optim_wrapper.resume.resume_point import peek
+from lastwords.optim_wrapper.state.object_walk import Shadow
 from lastwords.optim_wrapper.trainer.protect import protect as protect_plain
 
 VERSIONS = ">=5.24,<5.25"
@@ -48,9 +49,6 @@ PINNED = {
 """What is replaced here, or read, and what lies around it."""
 
 _protected: list[Any] = []
-
-_KEPT = ("_globalstep_last_logged", "_initial_global_step", "_total_loss_scalar", "_tr_loss", "current_flos", "state")
-"""Attributes of a Trainer that are among its extras."""
 
 _TIMES = ("_runtime", "_per_second")
 """Ends of what a log has that no two runs have alike."""
@@ -180,9 +178,13 @@ class _OfRank:
                 self._log += json.dumps({key: value for key, value in one.items() if key not in times}) + "\n"
                 self._times += json.dumps(times) + "\n"
             self._logged = len(log)
-        loss = trainer._tr_loss
+        loss = trainer._tr_loss.clone()
+        if self._loss is not None:
+            counts = not trainer.args.logging_nan_inf_filter or bool(torch.isfinite(self._loss))
+            since = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+            loss += self._loss if counts else loss / since  # as the Trainer does
         return {
-            "loss": loss.clone() if self._loss is None else loss + self._loss,
+            "loss": loss,
             "flos": float(trainer.current_flos) + self._flos,
             "log": self._log,
             "times": self._times,
@@ -198,6 +200,10 @@ class _OfRank:
         self._logged = len(trainer.state.log_history)
 
 
+_OF_ANY_TRAINER = holders.names_set_by(transformers.Trainer) | {"_lastwords", "callback_handler"}
+"""Attributes that are no state, or kept as extras."""
+
+
 class _Protected(TrainerCallback):
     """One `train()` of a Trainer; a callback of it, too."""
 
@@ -211,6 +217,8 @@ class _Protected(TrainerCallback):
         """The epoch under way, from 0, and the number of the step that came before it."""
         self._resumed: Any = None
         self._again = self._evaluates_first = False
+        self._quiet = False
+        """What a resumed run calls an epoch's begin is none: what its callbacks have done then was saved."""
         ours = {
             "_inner_training_loop": self._inner_training_loop,
             "_init_training_state": self._init_training_state,
@@ -224,6 +232,8 @@ class _Protected(TrainerCallback):
         for name, function in ours.items():
             setattr(trainer, name, function)
         self._plain["backward"], trainer.accelerator.backward = trainer.accelerator.backward, self._backward
+        handler = trainer.callback_handler
+        self._plain["call_event"], handler.call_event = handler.call_event, self._call_event
         trainer._load_rng_state = lambda checkpoint: None  # the streams come back where the loader is asked for a batch
         trainer.add_callback(self)
 
@@ -250,6 +260,8 @@ class _Protected(TrainerCallback):
             )
         if trial is not None:
             raise ConfigError("lastwords does not protect a search for hyperparameters: protect one train()")
+        callbacks = trainer.callback_handler.callbacks  # the last one: what others make as training begins is there
+        callbacks.append(callbacks.pop(callbacks.index(self)))
         self._plain["_init_training_state"](max_steps, per_epoch, epochs, None, None)
         self._resumed = _agreed(peek(self._path, missing_ok=True))
         if self._resumed is None:
@@ -266,15 +278,18 @@ class _Protected(TrainerCallback):
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise ConfigError("lastwords protects a Trainer under DDP, or on one process; not under FSDP or DeepSpeed")
         self._data, scaler = accelerate_data.batches_of(train_dataloader), trainer.accelerator.scaler
-        extras = {"scheduler": trainer.lr_scheduler, "trainer": self._of_all}
-        optimizer = trainer.optimizer
+        optimizer, model = trainer.optimizer, trainer.model_wrapped
+        held = [*trainer.callback_handler.callbacks, trainer.compute_loss_func, trainer.compute_metrics]
+        extras = {"scheduler": trainer.lr_scheduler, "trainer": self._of_all, **holders.modules_in(held, model)}
+        own = {} if type(trainer) is transformers.Trainer else {"trainer": Shadow(trainer, _OF_ANY_TRAINER)}
         self._tft = protect_plain(
             self._path,
-            model=trainer.model_wrapped,
+            model=model,
             optimizer=optimizer.optimizer,
             in_place=True,
             repeats=True,
-            forget=["model*.training", *(f"*.{name}" for name in _KEPT)],  # each step sets the first
+            forget=["model*.training"],  # each step sets it
+            variables={**own, **holders.objects_in(held, model)},
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
             local_extras={"trainer": self._of_rank, "data": self._data},
         )
@@ -287,10 +302,16 @@ class _Protected(TrainerCallback):
             raise ConfigError(f"another checkpoint has come to {self._path} while training began: start again")
         self._ended = 0 if point is None else point.global_step
         self._again = point is not None and not point.begun
+        self._quiet = point is not None
         self._epoch_stops = control.should_epoch_stop or control.should_training_stop
         self._evaluates_first, args.eval_on_start = args.eval_on_start, args.eval_on_start and point is None
 
-    def _do_again(self, start_time: float) -> None:
+    def _call_event(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        if event == "on_epoch_begin" and self._quiet:
+            return control
+        return self._plain["call_event"](event, args, state, control, **more)
+
+    def _do_again(self, start_time: float, *, begins_epoch: bool = False) -> None:
         """What comes between the step's end and the next one's begin, if it was cut off, with what it had drawn."""
         trainer, of_all, state = self._trainer, self._of_all, self._trainer.state
         trainer.args.eval_on_start = self._evaluates_first
@@ -314,15 +335,18 @@ class _Protected(TrainerCallback):
             )
 
         log_save_evaluate()
-        if state.epoch == int(state.epoch) or self._epoch_stops:
+        if state.epoch == int(state.epoch) or self._epoch_stops or self._data.at_end:
             self._of_all.epoch_over = True
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
             log_save_evaluate()
+            self._quiet = False
+            if begins_epoch and not trainer.control.should_training_stop:
+                trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, state, trainer.control)
 
     def _run_epoch(self, *, epoch: int, epochs_trained: int, **more: Any) -> None:
         trainer = self._trainer
-        self._do_again(more["start_time"])
         resumed = self._resumed is not None and epoch == epochs_trained
+        self._do_again(more["start_time"], begins_epoch=resumed and self._resumed.epoch <= epoch)
         self._epoch, self._begun_at = epoch, self._ended
         if resumed and self._resumed.epoch == epoch + 1:
             self._begun_at -= self._resumed.step
@@ -349,6 +373,7 @@ class _Protected(TrainerCallback):
         return norm
 
     def _training_step(self, model: Any, inputs: Any, *of: Any, **more: Any) -> Any:
+        self._quiet = False
         self._of_all.step_begins()
         with self._of_rank.batch(inputs):
             return self._plain["training_step"](model, inputs, *of, **more)

@@ -14,12 +14,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lastwords.errors import ConfigError
-from lastwords.integrations import pins
+from lastwords.integrations import holders, pins
 from lastwords.optim_wrapper.loop.batches import Batches
+from lastwords.optim_wrapper.state.object_walk import Shadow
 from lastwords.optim_wrapper.trainer.protect import protect
 
 VERSIONS = ">=2.6.6,<2.7"
@@ -43,6 +52,9 @@ _WHEN_RESET = ("_first_loop_iter", "_current_fx")
 """Where averages begin anew."""
 
 
+_REBUILDS = (StochasticWeightAveraging, ModelPruning, BatchSizeFinder, LearningRateFinder)
+"""Callbacks that put other schedulers, parameters or loaders in place while a Trainer trains, or before."""
+
 _protected: list[pl.Trainer] = []
 
 
@@ -51,14 +63,28 @@ class _Loops:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer: Any = trainer
+        self._loaded: Mapping[str, Any] | None = None
+        """What was saved, until a step has begun: the Trainer resets a part of it on the way there."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def epoch_begins(self) -> None:
+        """A resumed one tells nobody that it starts: GradientAccumulationScheduler sets this then."""
+        if self._loaded is not None:
+            self._trainer.accumulate_grad_batches = self._loaded["accumulate"]
+
+    def step_begins(self) -> None:
+        """From here on it is what the Trainer has."""
+        self._loaded = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
         state = self._trainer.fit_loop.state_dict()
         state["state_dict"].pop("combined_loader", None)  # where the loader stands is kept beside it
         connector = self._trainer._logger_connector
         return {
             "loops": state,
             "should_stop": self._trainer.should_stop,
+            "accumulate": self._trainer.accumulate_grad_batches,
             "logging": {name: getattr(connector, name) for name in _WHEN_RESET},
         }
 
@@ -66,6 +92,7 @@ class _Loops:
         self._trainer.fit_loop.load_state_dict(saved["loops"])
         self._trainer.should_stop = saved["should_stop"]
         vars(self._trainer._logger_connector).update(saved["logging"])
+        self._loaded = {**saved}
 
 
 class _Callbacks:
@@ -153,6 +180,10 @@ class LastWords(pl.Callback):
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         schedulers = {f"scheduler {place}": one.scheduler for place, one in enumerate(strategy.lr_scheduler_configs)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        held: list[Any] = [one for one in trainer.callbacks if one is not self]
+        self._loops = _Loops(trainer)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        of_data = {} if data is None else {type(data).__name__: Shadow(data, _not_counted(data))}
         self._tft = protect(
             self._path,
             model=strategy.model,
@@ -160,24 +191,27 @@ class LastWords(pl.Callback):
             in_place=True,
             repeats=True,
             extras={
-                "loops": _Loops(trainer),
+                "loops": self._loops,
                 "callbacks": _Callbacks(trainer),
                 **schedulers,
+                **holders.modules_in(held, strategy.model),
                 **({} if scaler is None else {"scaler": scaler}),
             },
             local_extras={"metrics": _Metrics(trainer), "data": self._data},
+            variables={**of_data, **holders.objects_in(held, strategy.model)},
             forget=["model*.training", "model*._current_fx_name"],  # Lightning sets them in each step
         )
         self._tft.start()
         point = self._tft.resume(missing_ok=True)
         self._stepped, self._again = trainer.global_step, point is not None and not point.begun
         self._plain = {
+            "reset": epoch.reset,
             "on_run_start": epoch.on_run_start,
             "batch_over": epoch.on_advance_end,
             "epoch_over": fit.on_advance_end,
             "loader": fit._load_combined_loader_states,
         }
-        epoch.on_run_start = self._epoch_begins
+        epoch.reset, epoch.on_run_start = self._epoch_resets, self._epoch_begins
         epoch.on_advance_end = self._batch_over
         fit.on_advance_end = self._epoch_over
         fit._load_combined_loader_states = self._loader_is_there
@@ -193,6 +227,10 @@ class LastWords(pl.Callback):
         self._plain["loader"]()
         self._data.ahead = trainer.fit_loop._combined_loader.limits[0] == float("inf")
         self._data.stand_in(loaders[0])
+
+    def _epoch_resets(self) -> None:
+        self._loops.epoch_begins()
+        self._plain["reset"]()
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop
@@ -229,6 +267,9 @@ class LastWords(pl.Callback):
 
     # ------------------------------------------------------------------ hooks
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
+        self._loops.step_begins()
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._together = True
 
@@ -240,6 +281,12 @@ class LastWords(pl.Callback):
         self._tft.stop()
 
 
+def _not_counted(data: Any) -> set[str]:
+    """Attributes of a data module that hold what its loaders have, or what any has."""
+    own = {name for name, one in vars(data).items() if isinstance(one, Dataset | DataLoader | Sampler)}
+    return own | holders.names_set_by(pl.LightningDataModule)
+
+
 def _refuse(trainer: pl.Trainer, again: bool) -> None:
     """ConfigError for what is not known."""
     if again:
@@ -248,6 +295,18 @@ def _refuse(trainer: pl.Trainer, again: bool) -> None:
         raise ConfigError(
             f"lastwords protects a Trainer with strategy 'ddp', or on one device, and this one has a "
             f"{type(trainer.strategy).__name__}: call lastwords.protect() in a loop of your own"
+        )
+    strange = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _REBUILDS)]  # type: ignore[attr-defined]
+    if strange:
+        raise ConfigError(
+            f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, "
+            "which lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
+        )
+    averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    if averages and trainer.world_size > 1 and any(True for _ in trainer.lightning_module.buffers()):
+        raise ConfigError(
+            "WeightAveraging swaps a model and its average for a validation, and lastwords cannot follow buffers that "
+            "differ by rank there: use layers without (a LayerNorm), or call lastwords.protect() in a loop of your own"
         )
     if trainer.ckpt_path is not None:
         raise ConfigError("fit(ckpt_path=) beside lastwords, which goes on from what it has saved: leave one out")

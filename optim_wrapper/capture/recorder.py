@@ -63,7 +63,7 @@ class StepRecorder:
         *,
         copies: bool = True,
         forget: Sequence[str] = (),
-        variables: bool = False,
+        variables: bool | Mapping[str, Any] = False,
     ) -> None:
         self.model = model
         inner = [wrapper.inner for wrapper in optimizers]
@@ -378,8 +378,7 @@ class StepRecorder:
             if self.source is not None:
                 self.source.follow_files()
         self.attributes.end_step()
-        few = attributes.LOOKS if not self.attributes.is_slow else 0
-        if look or self._ended_here <= few or ends_epoch:
+        if look or self._ended_here <= self._first_looks or ends_epoch:
             self.attributes.look(beyond=look)
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
@@ -391,6 +390,11 @@ class StepRecorder:
                 self._unchecked = False
                 self._units.exclude_buffers(self.rank_local_buffers())
                 self._units.check()
+
+    @property
+    def _first_looks(self) -> int:
+        """Steps at whose ends all attributes are looked at."""
+        return 0 if self.attributes.is_slow else attributes.LOOKS
 
     def look_again(self, *, expected: bool = False) -> bool:
         """The loop, which ended its step early (`ends_early`), is done with what came after: take the copies once more.
@@ -405,6 +409,8 @@ class StepRecorder:
         if self.source is not None:
             moved += self.source.look_again(self.watch.values.groups(), self._extras_now)
         self.attributes.follow()
+        if of_rank or self._ended_here <= self._first_looks:  # an evaluation, say, which has moved more than that
+            self.attributes.look()
         moved += self.gradients.again()
         self._make_room()
         if self._box is not None:

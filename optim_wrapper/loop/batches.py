@@ -18,7 +18,6 @@ import torch
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
-    generators,
     len_of,
     loader_facts,
     open_epoch,
@@ -26,12 +25,20 @@ from lastwords.optim_wrapper.loop.data_position import (
     static_reasons,
 )
 from lastwords.optim_wrapper.state.generators import State, of_stream, state_of
+from lastwords.optim_wrapper.state.object_walk import Walk
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 
 UNKNOWN_END = (
     "an epoch's last step had just ended, and samplers draw once more from their own generators ({}) where a loop asks "
     "for another batch, as `for` does, which is not known here"
 )
+
+COUNTS = (
+    "to iterate over the loader changes {}, so where a run goes on in the middle of an epoch other batches may come; "
+    "let them depend on the epoch (set_epoch) or on a random generator instead"
+)
+
+_SHOWN_MAX = 4
 
 _GLOBAL = {"python", "numpy", "torch"}
 
@@ -94,6 +101,11 @@ class Batches:
         if self._loop is not None:
             self._loop().know_loader(loader)
         loader.__class__ = type(self._plain.__name__, (self._plain,), {"__iter__": lambda loader: iter(self)})
+
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing is left of the epoch under way."""
+        return (self._resumed or self._at).ended
 
     def end_epoch(self) -> None:
         """Nothing is left of the epoch under way: the next iterator is a new one."""
@@ -184,12 +196,16 @@ class Batches:
         here = self._taken()
         self._put(at.start)
         self._at, self._given, in_hand = at, at.used, []
+        before = _counted(self.loader)
         iterator = self._open()
         put_back = partial(self._put, at.fetch or here)
         loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
         if at.fetch:
             in_hand = [next(iterator)]
             self._given += 1
+        now = _counted(self.loader)
+        if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+            loop.not_exact(COUNTS.format(", ".join(counts[:_SHOWN_MAX])))
         self._put(here)
         return iterator, in_hand
 
@@ -232,4 +248,11 @@ def _streams_of(loader: Any) -> dict[str, State]:
     """The process's own on the CPU, which a loader may draw from, and the loader's."""
     found = {"python": of_stream(PythonStream()), "numpy": of_stream(NumpyStream()),
              "torch": of_stream(TorchStream("torch", torch.default_generator))}  # fmt: skip
-    return found | {name: state for name, one in generators(loader).items() if (state := state_of(one)) is not None}
+    own = Walk({"loader": loader}, {}).generators
+    return found | {name: state for name, one in own.items() if (state := state_of(one)) is not None}
+
+
+def _counted(loader: Any) -> dict[str, str]:
+    """What the attributes of a loader and its data set hold, shortened; not the epoch, which a sampler is told."""
+    cells = Walk({"loader": loader}, {}).cells.items()
+    return {".".join(name): repr(cell.told) for name, cell in cells if name[1] != "epoch"}

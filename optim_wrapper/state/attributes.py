@@ -119,7 +119,8 @@ class Attributes:
 
     saved: tensors that a checkpoint has anyway, by name. spoken: what else it has, of optimizers with a state_dict() of
     their own: an attribute that is part of that is not looked at. beyond: objects of the job of whose attributes only
-    the random generators count. apart: extras, which are saved as such. variables: they lead to state as well.
+    the random generators count. apart: extras, which are saved as such. variables: they lead to state as well; or other
+    objects that do, by name.
     """
 
     def __init__(
@@ -130,10 +131,11 @@ class Attributes:
         spoken: Mapping[str, OwnState] | None = None,
         beyond: Mapping[str, Any] | None = None,
         apart: Collection[Any] = (),
-        variables: bool = False,
+        variables: bool | Mapping[str, Any] = False,
     ) -> None:
-        self._roots = dict(roots)
-        self._with_variables = variables
+        self._lent = frozenset(variables) if isinstance(variables, Mapping) else frozenset()
+        self._roots = {**roots, **(variables if isinstance(variables, Mapping) else {})}
+        self._with_variables = variables is True
         self._apart = frozenset(map(id, apart))
         self._extras = [one for one in apart if not isinstance(one, OptTFTWrapper)]  # which would be a cycle
         self._beside = Beside(lambda told: _mark(told, reads_devices=False))
@@ -464,7 +466,7 @@ class Attributes:
             then = self._variables.get(root, {})
             same = {name: one for name, one in now.items() if then.get(name) == id(one)}
             held[root] = SimpleNamespace(**same)
-        return Walk({**self._roots, **held}, self._saved(), self.ledger.forgets, self._apart)
+        return Walk({**self._roots, **held}, self._saved(), self.ledger.forgets, self._apart, self._lent)
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """What variables hold, of the functions that run the loop."""
@@ -489,7 +491,7 @@ def of_job(
     spoken: Mapping[str, OwnState],
     beyond: Mapping[str, Any],
     apart: Collection[Any] = (),
-    variables: bool = False,
+    variables: bool | Mapping[str, Any] = False,
 ) -> Attributes:
     """Those of the model and of all optimizers."""
     roots: dict[str, Any] = {"model": view.model}

@@ -78,10 +78,16 @@ _HOOKS = "hooks"
 
 
 class Shadow:
-    """Has the attributes of an object, and does not keep it alive."""
+    """Has the attributes of an object, and does not keep it alive.
 
-    def __init__(self, of: Any) -> None:
+    without: names that are not looked at; None: those that begin with "_".
+    """
+
+    __slots__ = ("__dict__", "of", "without")
+
+    def __init__(self, of: Any, without: Collection[str] | None = None) -> None:
         self.__dict__ = vars(of)
+        self.of, self.without = id(of), without
 
 
 _WALKED = (
@@ -141,7 +147,8 @@ class Walk:
     """The cells reached from `roots`, by the holder's path and the attribute's name, in the order they are met.
 
     saved: name -> tensors that are saved by these. skip: paths of what is not looked at, as if it were not there.
-    apart: ids of what is saved in another way, and not looked at where variables lead to it.
+    apart: ids of what is saved in another way, and not looked at where variables lead to it, or one of these `lent`
+    roots.
     """
 
     _values = True
@@ -152,10 +159,11 @@ class Walk:
         saved: Mapping[str, torch.Tensor],
         skip: Callable[[str], bool] = lambda path: False,
         apart: Collection[int] = frozenset(),
+        lent: Collection[str] = (),
     ) -> None:
         self._roots = dict(roots)
         self._skip = skip
-        self._apart = apart
+        self._apart, self._lent = apart, lent
         self._saved = {id(tensor): name for name, tensor in saved.items()}
         self._saved_tensors = [*saved.values()]
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
@@ -299,6 +307,8 @@ class Walk:
             self.ended_at = self.ended_at or path
             return ""
         self._paths[id(one)] = path
+        if type(one) is Shadow:
+            self._paths[one.of] = path
         self._origin[path] = self._at
         self.objects[path] = one
         self._queue.append((path, one))
@@ -312,7 +322,7 @@ class Walk:
                 return value if value < _ADDRESSES_FROM else self._address(value)
             large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
             return Place("", f"{kind.__name__} of {len(value)} characters") if large else value
-        if id(value) in self._apart and VARIABLES in path:
+        if id(value) in self._apart and (VARIABLES in path or path.partition(".")[0] in self._lent):
             return Place("", _kind(value))
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, path)
@@ -734,5 +744,6 @@ def _attributes(one: Any, own: Iterable[str]) -> list[str]:
         return [key for key in own if key not in _OF_ANY_OPTIMIZER and not key.startswith("_optimizer_")]
     if issubclass(kind, DataLoader):
         return [key for key in own if key in _PUBLIC_OF_LOADERS or key not in _OF_ANY_LOADER]
-    private = "_" if issubclass(kind, Shadow) else "__"
-    return [key for key in own if type(key) is str and not key.startswith(private)]
+    without = one.without if issubclass(kind, Shadow) else ()
+    private, left_out = ("_", ()) if without is None else ("__", without)
+    return [key for key in own if type(key) is str and not key.startswith(private) and key not in left_out]

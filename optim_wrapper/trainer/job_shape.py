@@ -57,7 +57,7 @@ class Options:
         ):
             raise ConfigError(f"copy must be 'auto', True, 'now', a number of steps or False, not {self.copy!r}")
         if not isinstance(self.variables, bool):
-            raise ConfigError(f"variables must be True or False, not {self.variables!r}")
+            raise ConfigError(f"variables must be True, False or a dict of objects, not {self.variables!r}")
 
     @property
     def copies_every(self) -> int:

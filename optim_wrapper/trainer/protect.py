@@ -34,7 +34,7 @@ class More(TypedDict, total=False):
     verify_every: int
     copy: CopyMode
     forget: Sequence[str]
-    variables: bool
+    variables: bool | Mapping[str, Any]
     repeats: bool
 
 

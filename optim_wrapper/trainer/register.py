@@ -67,9 +67,11 @@ class TFTRegister:
     forget: names of attributes that nothing reads again after a step, as reasons name them (`*`: any part of a name):
     they are neither saved nor a reason. Stored with each checkpoint, and shown by `lastwords inspect`.
     repeats: where `ResumePoint.begun` is False, the resumed loop does again what it does between step_end() and
-    step_begin(), so nothing is lost if a rank dies in between.
+    step_begin(), so nothing is lost if a rank dies in between. What it has set in attributes between resume() and its
+    first step_begin() counts for nothing there: they are put back once more.
     variables: what objects, lists and dicts hold in local variables of the functions that run the loop is state as well
-    (see docs/exact-resume.md): as soon as it has changed, it is saved, and put back into the same objects.
+    (see docs/exact-resume.md): as soon as it has changed, it is saved, and put back into the same objects. A dict names
+    the objects of which that holds instead, such as a framework's callbacks.
     gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
     several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 
@@ -98,7 +100,7 @@ class TFTRegister:
         verify_every: int = 0,
         copy: CopyMode = "auto",
         forget: Sequence[str] = (),
-        variables: bool = False,
+        variables: bool | Mapping[str, Any] = False,
         repeats: bool = False,
     ) -> None:
         log_lines.begin(os.environ.get("RANK", ""))
@@ -109,7 +111,9 @@ class TFTRegister:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be the torch.nn.Module that the loop calls, not a {type(model).__name__}")
         self._optimizers = wrappers_of(optimizer)
-        own = Options(gate, verify_every, copy, forgotten_by(forget), variables)
+        own = Options(
+            gate, verify_every, copy, forgotten_by(forget), False if isinstance(variables, Mapping) else variables
+        )
         self._options = own.suited_to(self._optimizers)
         if self._options.copies_all:
             self._config = self._config.with_copy()

@@ -247,9 +247,9 @@ class Run:
         if resumed is not None and resumed.regions and not self.begun:
             early = [*self.recorder.moved_since(), *filter(None, [self.recorder.drawn_early()])]
             self.not_exact(*own_loop.moved_too_early(early))
-            self.recorder.put_back(
-                resumed.regions, self.recorder.known(resumed.at_step)._replace(values={}), last=False
-            )
+            saved = self.recorder.known(resumed.at_step)
+            values = saved.values if self.recorder.loop.repeats else {}
+            self.recorder.put_back(resumed.regions, saved._replace(values=values), last=False)
         self._says_begin, ended, self._ended = True, self._ended, False
         if ended:
             self.look_again()

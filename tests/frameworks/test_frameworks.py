@@ -37,12 +37,24 @@ CASES = {
         "stops draws": ("1:4:fwd", "0:9:evaluating"),
         "leaves epochs draws": ("1:4:epoch", "0:5:fwd", "1:8:win", "0:8:epoch", "1:11:fwd"),
         "epoch draws": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:saved"),
+        "counts": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:epoch"),
+        "average own step": ("1:4:fwd", "0:6:evaluating", "1:10:fwd"),
+        "nan": ("1:4:fwd", "0:8:fwd"),
+        "stream shards": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
+        "stream shards workers": ("1:4:fwd", "0:11:win"),
+        "compiled": ("1:4:fwd", "0:11:win"),
+        "lora bf16 noise best": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
     },
     "lightning": {
         "": IN_TURN,
         "draws workers by epoch": IN_TURN,
         "two optimizers": ("1:4:between", "0:6:evaluating", "1:11:win", "0:12:epoch"),
         "bar draws": ("1:6:evaluated", "0:7:fwd", "1:15:fwd"),
+        "counts module data": ("1:4:fwd", "0:6:evaluating", "1:10:fwd"),
+        "averaging": ("1:4:fwd", "0:5:fwd"),
+        "schedules csv": ("1:4:fwd", "0:14:fwd", "1:17:win"),
+        "leaves epochs draws": ("1:2:fwd", "0:4:fwd", "1:6:evaluating", "0:8:win"),
+        "stream": ("1:4:fwd", "0:11:win"),
     },
 }
 
@@ -80,6 +92,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     def of(library: str, case: str) -> Path:
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed: make ci-frameworks")
+        if "lora" in case and importlib.util.find_spec("peft") is None:
+            pytest.skip("peft is not installed: make ci-frameworks")
         if (library, case) not in ran:
             directory = ran[library, case] = tmp_path_factory.mktemp("whole")
             run(directory, library, case, launcher="torchrun")
@@ -166,6 +180,9 @@ def test_an_adaptor_that_lacks_a_part_differs(
         ("transformers", "twice", "was called before"),
         ("lightning", "resumes by itself", "leave one out"),
         ("lightning", "twice", "was called before"),
+        ("transformers", "stream", "dispatch_batches"),
+        ("lightning", "swa", "StochasticWeightAveraging puts"),
+        ("lightning", "averaging norms", "buffers that differ by rank"),
     ],
 )
 def test_what_is_not_known_is_refused_with_the_reason(
@@ -177,6 +194,19 @@ def test_what_is_not_known_is_refused_with_the_reason(
     done = started(tmp_path, library, case, PROTECTED="1")
     assert done.returncode == 1, done.stderr
     assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "case", "name"),
+    [("transformers", "augmented", "loader.dataset.seen"), ("lightning", "own sampler", "loader.sampler.asked")],
+)
+def test_a_loader_that_counts_as_it_is_iterated_over_is_named(
+    library: str, case: str, name: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    whole(library, "")
+    said = run(tmp_path, library, case, "1:4:fwd", PROTECTED="1")
+    assert NOT_EXACT in said
+    assert name in said
 
 
 def test_a_log_of_a_healed_run_is_that_of_the_whole_one(whole: Callable[[str, str], Path]) -> None:

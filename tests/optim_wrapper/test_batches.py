@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.loop.batches import UNKNOWN_END, Batches
+from lastwords.optim_wrapper.loop.batches import COUNTS, UNKNOWN_END, Batches
 
 LENGTH, SIZE = 12, 2
 
@@ -176,3 +176,55 @@ def test_whoever_iterates_over_the_loader_iterates_over_what_stands_in_for_it() 
 def test_it_has_to_belong_to_a_run() -> None:
     with pytest.raises(ConfigError, match="local_extras"):
         iter(Batches(shuffled()))
+
+
+class Counts(Sequence[int]):
+    """Rows that depend on how often one was asked for, and on a generator of numpy's."""
+
+    def __init__(self, counts: bool) -> None:
+        self.counts, self.asked, self.own = counts, 0, np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: Any) -> Any:
+        self.asked += self.counts
+        return index + 100 * self.asked + int(self.own.integers(50)) * 1000
+
+
+class Data(Dataset[int]):
+    def __init__(self, counts: bool) -> None:
+        self.rows = Counts(counts)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.rows[index])
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_data_set_may_draw_from_a_generator_of_its_own_and_is_named_if_it_counts(counts: bool) -> None:
+    def own(loader: Any) -> Any:
+        return loader.dataset.rows.own.bit_generator
+
+    loaders: list[Any] = []
+
+    def make() -> DataLoader[Any]:
+        loaders.append(DataLoader(Data(counts), SIZE, collate_fn=list))
+        return loaders[-1]
+
+    batches, loop = Batches(make(), ahead=True), Loop()
+    batches.join(lambda: loop)
+    given = ahead(batches)
+    first = [next(given) for _ in range(2)]
+    state, drawn = batches.state_dict(), own(loaders[0]).state
+    rest = [*given]
+    again, other = Batches(make(), ahead=True), Loop()
+    again.load_state_dict(state)
+    own(loaders[1]).state = drawn
+    again.join(lambda: other)
+    assert ([*ahead(again)] == rest) is not counts
+    assert other.reasons == ([COUNTS.format("loader.dataset.rows.asked")] if counts else [])
+    assert len(first) == 2
+    assert again.at_end

@@ -16,6 +16,7 @@ from torch import nn
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.attributes import Attributes, Saved, saved_in
+from lastwords.optim_wrapper.state.object_walk import Shadow
 from tests import golden
 from tests.ledgers import told
 
@@ -168,3 +169,22 @@ def test_what_a_variable_held_is_not_kept_alive_behind_the_next_look() -> None:
     kept = body(watch_of(nn.Linear(2, 2)))
     gc.collect()
     assert kept() is None
+
+
+def test_objects_that_are_named_instead_are_state_without_what_a_library_sets_in_them() -> None:
+    def of(meter: Meter, averaged: nn.Module) -> Attributes:
+        meter.averaged = averaged  # type: ignore[attr-defined]
+        held = {"meter": Shadow(meter, {"seen"})}
+        return Attributes({}, dict, variables=held, apart=[averaged])
+
+    meter, other, averaged = Meter(), Meter(), nn.Linear(2, 2)
+    watch = of(meter, averaged)
+    watch.begin()
+    meter.mean, meter.seen, averaged.training = 0.5, 3, False
+    watch.look()
+    state = saved(watch)
+    assert {path: set(keys) for path, keys in state.values.items()} == {"meter": {"mean"}}
+    here = of(other, nn.Linear(2, 2))
+    here.begin()
+    assert here.restore(state) == []
+    assert (other.mean, other.seen) == (0.5, 0)
