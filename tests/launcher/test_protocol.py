@@ -64,7 +64,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (4, "aa8cec166b35b2b9")
+FORM = (4, "83b1ec2480cba7dc")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -99,7 +99,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
     "said",
     [
         Hello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
-        Begun(RANK, 1, "late", False, (("x", 0.5),)), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
+        Begun(RANK, 1, "late", "it", (("x", 0.5),)), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
         ControllerWanted(["{}"], {"A": "b"}, "log", 5), Raised("ValueError: x", lasting=False), Done(),
         Loaded(["/train.py"]),
@@ -287,7 +287,7 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
         {},
         {"kind": "Lost", "why": ""},
         {"kind": ["Begun"]},
-        {"kind": "Begun", "step": "x", "inexact": "", "resumes": True, "imports": []},
+        {"kind": "Begun", "step": "x", "inexact": "", "lacks": "", "imports": []},
         {"kind": "Begun", "step": 0, "inexact": "", "imports": []},
         {"kind": "Enter", "generation": 1, "port": 1},
         {"kind": "x" * 1000},

@@ -145,8 +145,8 @@ class Told(reporter.Reporter):
 
     begins: tuple[int, str, bool] | None = None
 
-    def begun(self, step: int, inexact: str, *, resumes: bool) -> None:
-        self.begins = step, inexact, resumes
+    def begun(self, step: int, inexact: str, *, lacks: str) -> None:
+        self.begins = step, inexact, not lacks
 
 
 @pytest.mark.process
