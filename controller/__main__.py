@@ -34,6 +34,7 @@ from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
 from lastwords.controller.state_file import Owner, StateFile
 from lastwords.errors import BusyError, ConfigError, LastWordsError
 from lastwords.liveness import paths, process_id
+from lastwords.liveness.parents import MEANT_FOR_RANKS
 from lastwords.transport import call_metadata, host_port
 
 _log = logging.getLogger("lastwords.controller")
@@ -117,18 +118,6 @@ async def _serve(
     core = ControllerCore(spec.world_size, spec.generation, options, before)
     shell = ControllerShell(server, spec, token, core, run_file=run_file, state_file=state_file, before=before)
     await shell.run(lambda: ready(spec.port))
-
-
-MEANT_FOR_RANKS = (
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
-"""A terminal or a batch system sends them to all processes of a job."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Mad
 from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.orphans import children as children_of_this
 from lastwords.launcher.protocol import read, to_message
-from lastwords.liveness.parents import die_with_parent
+from lastwords.liveness.parents import MEANT_FOR_RANKS, die_with_parent
 from lastwords.processor import departure
 from lastwords.processor.departure import flush
 
@@ -81,11 +81,16 @@ def serve() -> None:
     if os.getppid() != parent:
         os._exit(0)
     link.set_inheritable(False)
+    ignored = [one for one in MEANT_FOR_RANKS if signal.getsignal(one) is not signal.SIG_IGN]
+    plain = {one: signal.signal(one, signal.SIG_IGN) for one in ignored}
     _import_all()
     send(link, to_message(_preloaded(path, [*filter(None, modules.split(","))], link)))
     for order in _orders(link):
         one = _forked([*map(from_text, order.forks)], link)
         if one is not None:
+            for number, handler in plain.items():
+                if signal.getsignal(number) is signal.SIG_IGN:  # else a preloaded module has taken it
+                    signal.signal(number, handler)
             from lastwords.launcher import new_process
 
             one = dataclasses.replace(one, environment={**one.environment, **set_here})

@@ -11,11 +11,13 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from lastwords.clock import mono_s
+from lastwords.errors import is_shortage
 from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import kill_group
 from lastwords.launcher.protocol import read, to_message
+from lastwords.liveness.process_id import is_stopped
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +25,9 @@ HUNG_S = 30.0
 """It forks thousands of processes in that time: one that says nothing is stopped, or hangs."""
 
 LOOK_S = 1.0
+
+SHORT_S = 60.0
+"""How long a shortage may last while processes are wanted."""
 
 DEATHS_MAX = 3
 """Servers in a row that may end before they have served."""
@@ -95,6 +100,8 @@ class ForkServer:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
         self._heard_mono_s = mono_s()
         self._wanted += tuple(forks)
+        if self._process is None:
+            return self._start_again()
         self._ask(forks or self._wanted)
 
     def end(self) -> None:
@@ -115,10 +122,17 @@ class ForkServer:
         """In how many seconds to look again whether it does what it was asked to; None: it has done all."""
         if not self._wanted:
             return None
-        left_s = HUNG_S - (mono_s() - self._heard_mono_s) if self._ready else HUNG_S
-        if left_s <= 0 and self._process is not None:
+        if self._process is None:
+            self._start_again()
+            return LOOK_S
+        left_s = HUNG_S - (mono_s() - self._heard_mono_s)
+        if left_s <= 0 and (self._ready or is_stopped(self.pid)):
             _log.warning("the fork server (pid %d) has not answered for %g s, and is killed", self.pid, HUNG_S)
             kill_group(self.pid)
+        elif left_s <= 0:
+            self._heard_mono_s = mono_s()
+            what = self._importing or "what all ranks need"
+            _log.warning("the fork server (pid %d) still imports %s, and no rank begins before", self.pid, what)
         return max(left_s, LOOK_S)
 
     def _hear(self, said: Importing | Made | Forked | None) -> None:
@@ -159,14 +173,18 @@ class ForkServer:
         module, self._importing = self._importing, ""
         if module:
             return self._is_spoilt(f"the process ends with {code}", module)
-        self._ready, self._deaths = False, self._deaths + 1
+        self._deaths = 0 if self._ready and not self._wanted else self._deaths + 1
+        self._ready = False
         if self._deaths >= DEATHS_MAX:
             return self.failed(f"the fork server has ended {self._deaths} times before it has served, with {code}")
         _log.warning("the fork server (pid %d) has ended with %d; another one is started", self._process.pid, code)
         self._start_again()
 
     def _start_again(self) -> None:
+        """At a shortage again when processes are wanted."""
+        self._process = None
         try:
             self.start()
         except OSError as error:
-            self.failed(f"no fork server can be started: {error}")
+            if not is_shortage(error) or (self._wanted and mono_s() - self._heard_mono_s > SHORT_S):
+                self.failed(f"no fork server can be started: {error}")

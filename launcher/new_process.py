@@ -39,8 +39,14 @@ from lastwords.processor.departure import flush, say
 
 _log = logging.getLogger(__name__)
 
-READ_AT_IMPORT = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_")
+READ_AT_IMPORT = (
+    *("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_"),
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_TRACE"),
+)
 """Beginnings of variables that libraries read as they are loaded, which they are before a script's first line."""
+
+OF_PRELOADED = {"datasets": "HF_", "huggingface_hub": "HF_", "transformers": "TRANSFORMERS_"}
+"""The same of modules that may have been preloaded."""
 
 ERROR_CHARS_MAX = 1000
 """Of an exception that a launcher hears of."""
@@ -56,9 +62,10 @@ def run(one: Fork, left_out: Sequence[str] = ()) -> NoReturn:
     if one.address:
         protect.use_address(one.address)
     times = ImportTimes(left_out)
+    read = (*READ_AT_IMPORT, *(start for module, start in OF_PRELOADED.items() if module in sys.modules))
 
     def begun() -> Mapping[str, float]:
-        _say_too_late(one)
+        _say_too_late(one, read)
         return times.end()
 
     reporter.use(reporter.Reporter(one.report, one.rank, one.step, begun))
@@ -130,14 +137,14 @@ def _tell_apart(one: Fork) -> None:
     setproctitle.setproctitle(f"{argv} [lastwords rank {one.rank}]")
 
 
-def _say_too_late(one: Fork) -> None:
+def _say_too_late(one: Fork, read: tuple[str, ...]) -> None:
     """Which variables of the environment the script has set in vain."""
     names = [name for name, value in os.environ.items() if one.environment.get(name) != value]
-    late = ", ".join(sorted(name for name in names if name.startswith(READ_AT_IMPORT)))
+    late = ", ".join(sorted(name for name in names if name.startswith(read)))
     if late and os.environ.get("LOCAL_RANK", "0") == "0":
         _log.warning(
-            "the script sets %s, which has no effect: torch is loaded before a rank begins; set it where lastwords run "
-            "is started",
+            "the script sets %s, which has no effect: what reads it is loaded before a rank begins; set it where "
+            "lastwords run is started",
             late,
         )
 
@@ -151,7 +158,7 @@ def _execute(one: Fork) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     _keep.append(sys.modules["__main__"])  # what runs now
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what spawned children pickle is found by the second
     if reporter.AUTO in os.environ:
         auto.install("" if one.is_module else target)
     if one.is_module:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 
 def end_orphans(sessions: Collection[int], kept: Collection[int]) -> Iterator[tuple[int, str]]:
     """Kills those of these sessions, and names the others, but for those in `kept`. Collects whatever has ended."""
-    for pid in children():
-        if pid in kept:
-            continue
+    seen = {*kept}
+    while new := {*children()} - seen:  # the children of whoever is ended here are this process's then
+        yield from _end_these(sorted(new), sessions)
+        seen |= new
+
+
+def _end_these(pids: Sequence[int], sessions: Collection[int]) -> Iterator[tuple[int, str]]:
+    for pid in pids:
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 continue

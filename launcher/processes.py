@@ -8,9 +8,17 @@ import select
 import signal
 import subprocess
 import threading
+import time
 from typing import Any
 
+from lastwords.clock import mono_s
 from lastwords.errors import ConfigError
+
+FORKING_S = 10.0
+"""How long whoever forks ranks may take to do so, and to end."""
+
+PAUSE_S = 0.001
+"""Between two looks whether it has."""
 
 
 class RankProcess:
@@ -107,8 +115,16 @@ def _cpus_near(device: int, numa_options: Any) -> list[int]:
 
 def ended_badly(pid: int) -> bool:
     """Of a process that has ended and has not been collected."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    return found is None or found.si_code != os.CLD_EXITED or found.si_status != 0
+    deadline_mono_s = mono_s() + FORKING_S
+    while True:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # it is still that of whoever has forked it, and forks others
+            if mono_s() > deadline_mono_s:
+                return True
+            time.sleep(PAUSE_S)
+            continue
+        return found is None or found.si_code != os.CLD_EXITED or found.si_status != 0
 
 
 def kill_group(pid: int) -> None:

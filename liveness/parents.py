@@ -12,6 +12,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+MEANT_FOR_RANKS = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""A terminal or a batch system sends them to all processes of a job."""
+
 
 def die_with_parent(number: signal.Signals) -> None:
     """This process gets the signal once the thread ends that has started it. Its own children do not inherit that.

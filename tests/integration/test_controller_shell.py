@@ -26,7 +26,6 @@ from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
 from lastwords.controller import events, handover, state_file
-from lastwords.controller.__main__ import MEANT_FOR_RANKS
 from lastwords.controller.events import State
 from lastwords.controller.launch import ControllerHandle, start_controller
 from lastwords.controller.query import query_state
@@ -34,6 +33,7 @@ from lastwords.controller.server import ControllerShell, listen
 from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
+from lastwords.liveness.parents import MEANT_FOR_RANKS
 from lastwords.transport import call_metadata, channel_options, grpc, host_port, start_of
 from lastwords.vocabulary import ExitKind, Freeze, Goodbye, Hello, Phase, ProcessId, Stand, Status
 from tests.integration.harness import Port, free_port

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,7 @@ from lastwords.launcher import fork_server, forks
 from lastwords.launcher.fork_messages import Fork, Forked, Made
 from lastwords.launcher.forks import DEATHS_MAX, ForkServer
 from lastwords.launcher.protocol import read
+from lastwords.liveness.parents import MEANT_FOR_RANKS
 from tests import golden
 from tests.integration.faults import is_gone
 from tests.integration.harness import Cluster
@@ -173,6 +177,68 @@ def test_a_fork_server_that_is_stopped_is_replaced(
         assert served.server.look() is None
         assert served.processes[0].wait(60) == 0
         golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
+
+
+def test_signals_for_all_processes_of_a_job_are_not_for_a_fork_server_and_forks_have_none_of_that(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import signal\nprint({{str(signal.getsignal(one)) for one in {[*map(int, MEANT_FOR_RANKS)]}}})")
+    with Forks.anywhere() as served:
+        served.ready()
+        pid = served.server.pid
+        for number in MEANT_FOR_RANKS:
+            os.kill(pid, number)
+        done = served.run(str(script))
+        assert served.server.pid == pid
+        assert sorted(done.out.split("'")[1::2])[0] == str(int(signal.SIG_DFL)), done
+        assert str(int(signal.SIG_IGN)) not in done.out.split("'")[1::2], done
+
+
+def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_many(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    with Forks.anywhere() as served:
+        for _ in range(DEATHS_MAX + 1):
+            served.ready()
+            os.kill(served.server.pid, signal.SIGKILL)
+            while served.server._ready:
+                served.turn()
+        assert served.run(str(script)).out == "ran\n"
+        assert not served.failures
+
+
+def test_a_fork_server_that_cannot_be_started_for_lack_of_descriptors_is_started_once_there_are_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    plain = subprocess.Popen
+
+    def short(*of: Any, **more: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Forks.anywhere() as served:
+        served.ready()
+        monkeypatch.setattr(subprocess, "Popen", short)
+        os.kill(served.server.pid, signal.SIGKILL)
+        while served.server.pid:
+            served.turn()
+        served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)])
+        assert served.server.look() is not None
+        assert not served.failures
+        monkeypatch.setattr(subprocess, "Popen", plain)
+        assert served.server.look() is not None
+        while not served.processes:
+            served.turn()
+        assert served.processes[0].wait(60) == 0
+        monkeypatch.setattr(forks, "SHORT_S", 0.0)
+        monkeypatch.setattr(subprocess, "Popen", short)
+        served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)])
+        os.kill(served.server.pid, signal.SIGKILL)
+        while not served.failures:
+            served.turn()
+        golden.says(served.failures[0])
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "of another release"])
