@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from lastwords import clock, log_lines, threads
 from lastwords.controller.telling import VARIABLE, in_memory, is_url, wants_spans
 from lastwords.errors import UnavailableError
+from lastwords.liveness.parents import MEANT_FOR_RANKS
 
 _log = logging.getLogger("lastwords.controller.teller")
 
@@ -50,15 +51,7 @@ AGAIN = (408, 429)
 
 def main() -> int:
     """Tell, and exit 0, whatever has come of it: nobody asks."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-        signal.SIGXCPU,
-    ):
+    for number in MEANT_FOR_RANKS:
         signal.signal(number, signal.SIG_DFL)  # a controller ignores them, and a command would, too
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
