@@ -29,6 +29,7 @@
 #   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover, lm-resiliency and lastwords in turn: N=20; 90 minutes
 #   make ci-frameworks  scripts with transformers, lightning, torchdata and DeepSpeed, killed and compared: 40 minutes
 #   make bench-month  simulates a month with failures: last words beside periodic checkpoints; seconds
+#   make docs      the pages of docs/ and the README as a site, in build/site
 #   make proto     writes src/lastwords/_pb from proto/*.proto
 #   make clean     removes .venv and everything that was built
 
@@ -46,7 +47,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -55,7 +56,7 @@ install venv: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo,page]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,demo,page,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -172,6 +173,10 @@ mutants: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/run.py $(ARGS)
+
+# Warnings (a link or an anchor that leads nowhere) are errors.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench-month: $(READY)
 	$(BIN)/python -m bench.month $(ARGS)

@@ -3,7 +3,7 @@
     python -m bench.month [--seeds 20] [--out DIR]
 
 A simulation, not a measurement: failures are exponential and independent, every one is survived by somebody, and each
-strategy pays a fixed price, measured on the small machine of docs/comparison.md or assumed for a large job. Nothing is
+strategy pays a fixed price, measured on the small machine of docs/benchmarks.md or assumed for a large job. Nothing is
 said of failures that take all holders of a unit: those cost last words as much as periodic checkpoints.
 """
 
@@ -87,7 +87,7 @@ SMALL = (
     Strategy("last words, restart", 9.60),
     Strategy("periodic", 8.00, 0.264),
 )
-"""Measured: docs/comparison.md, and for healing and for writing 512 MiB docs/benchmarks.md."""
+"""Measured: docs/benchmarks.md, and for healing and for writing 512 MiB docs/benchmarks.md."""
 
 LARGE = (
     Strategy("last words, healing", 30.0),

@@ -1,4 +1,4 @@
-"""`lastwords drill`: proof, on a script of the user's own, that it resumes exactly. See docs/drill.md."""
+"""`lastwords drill`: proof, on a script of the user's own, that it resumes exactly. See docs/exact-resume.md."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     top.add_argument("--controller", metavar="HOST:PORT", help="as of status")
     top.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="pause between looks (default: 1)")
     top.add_argument("--frames", type=int, default=0, metavar="N", help="end after N looks (default: never)")
-    what = "show a job in a browser and to Prometheus, on this host: docs/watching.md; ends with Ctrl-C"
+    what = "show a job in a browser and to Prometheus, on this host: docs/operating.md; ends with Ctrl-C"
     serve = bare("serve", what)
     serve.add_argument("path", type=Path, nargs="?", metavar="PATH", help="the directory that holds the checkpoints")
     serve.add_argument("--controller", metavar="HOST:PORT", help="as of status")
@@ -139,9 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--recover", type=Path, required=True, metavar="PATH", help="the job's directory in /dev/shm, or the file in it"
     )
     controller.add_argument("--json", action="store_true", help="print one JSON document")
-    what = "run this host's ranks of a training script; torchrun's flags: docs/healing.md"
+    what = "run this host's ranks of a training script; torchrun's flags: docs/running.md"
     subcommands.add_parser("run", help=what, add_help=False)
-    what = "kill ranks of a script in each phase of a step, and see whether it resumes bitwise: docs/drill.md"
+    what = "kill ranks of a script in each phase of a step, and see whether it resumes bitwise: docs/exact-resume.md"
     drill_command.add_arguments(bare("drill", what))
     worker = bare("worker", "run a worker of a dynamic cluster, which the environment describes: docs/cluster.md")
     worker.add_argument("-m", dest="module", action="store_true", help="the script is a module, as of python -m")

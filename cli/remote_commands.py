@@ -25,7 +25,7 @@ _NICE = 10
 
 def add_parser(add: Add) -> None:
     """Adds the command; `add(name, what)` makes a parser without arguments."""
-    upload = add("upload", "upload the complete checkpoints in DIR to a remote store: docs/remote.md")
+    upload = add("upload", "upload the complete checkpoints in DIR to a remote store: docs/running.md")
     upload.add_argument("path", type=Path, metavar="DIR", help="the directory that holds the checkpoints")
     upload.add_argument("url", type=address_of, metavar="URL", help="a directory in a store, such as s3://bucket/job")
     upload.add_argument("--job", help="only checkpoints of this job")

@@ -31,7 +31,7 @@ Add = Callable[[str, str], argparse.ArgumentParser]
 def add_parsers(add: Add) -> None:
     """Adds both commands; `add(name, what)` makes a parser without arguments."""
     ls = add("ls", "list the checkpoints in PATH, newest first")
-    prune = add("prune", "remove old checkpoints, never the newest, nor one that is being read: docs/commands.md")
+    prune = add("prune", "remove old checkpoints, never the newest, nor one that is being read: docs/operating.md")
     for command in (ls, prune):
         command.add_argument(
             "path", type=place, metavar="PATH", help="the directory that holds the checkpoints, or a URL"

@@ -1,4 +1,4 @@
-"""What Prometheus is told. Pure: a look in, its text format out; docs/watching.md lists the names.
+"""What Prometheus is told. Pure: a look in, its text format out; docs/operating.md lists the names.
 
 No label is a rank's but those of `rank_up` and `rank_step`, so a job of 1 000 ranks has 2 000 series and some dozens.
 """

@@ -110,8 +110,8 @@ def units_from_mesh(
 
     A unit of all ranks is called "replicated", others after their coordinates. Raises ConfigError.
 
-    >>> [(unit.name, unit.holders) for unit in units_from_mesh(dp=2, tp=4)]
-    [('tp0', (0, 4)), ('tp1', (1, 5)), ('tp2', (2, 6)), ('tp3', (3, 7))]
+        >>> [(unit.name, unit.holders) for unit in units_from_mesh(dp=2, tp=4)]
+        [('tp0', (0, 4)), ('tp1', (1, 5)), ('tp2', (2, 6)), ('tp3', (3, 7))]
     """
     in_mesh: list[int] | None = None
     if mesh is not None:

@@ -74,7 +74,7 @@ def script(diff: str, *, added: bool = True) -> str:
 
 
 def healed_script(diff: str) -> str:
-    """The new side as docs/healing.md asks for it: each time it resumes if there is something to resume."""
+    """The new side as docs/running.md asks for it: each time it resumes if there is something to resume."""
     return script(diff).replace("if args.is_recover", "if True").replace("tft.resume()", "tft.resume(missing_ok=True)")
 
 

@@ -27,7 +27,7 @@ MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
 UNIT = DEPLOY / "systemd" / "lastwords-train.service"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
-PAGE = (ROOT / "docs" / "schedulers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
 GIB = 1 << 30
 MISSING = "`make deploy-check` has it"
 

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
+import lastwords
 from lastwords.cli.main import ExitCode, build_parser
 from lastwords.optim_wrapper.launch.config import Config, variables
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
+from tools.count_words import words
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*/README.md")])
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+COMMANDS, _, SETTINGS = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8").partition("## Settings")
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-README_BYTES_MAX = 12_000
-"""Four short pages. What does not fit is reference material and belongs in docs/."""
+README_BYTES_MAX = 10_000
+"""Three short pages. What does not fit is reference material and belongs in docs/."""
+PAGES_MAX, WORDS_MAX = 16, 30_000
+"""A guide, not a book. Words of README.md and the pages of docs/, without code blocks."""
 WIDTH_MAX = 120
 WIDER_THAN_ALLOWED = (
     "docs/format.md",
-    "docs/exactness.md",
+    "tests/zoo/README.md",
     "docs/benchmarks.md",
     "docs/adr/",
 )
@@ -60,6 +65,20 @@ def test_a_link_that_leads_nowhere_is_noticed() -> None:
     text = "[a](missing.md) [b](README.md#nothing-like-this) [c](https://example.org/) [d](README.md#what-it-costs)"
     found = broken_links(ROOT / "README.md", text)
     assert found == ["missing.md: no such file", "README.md#nothing-like-this: no such heading"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_of_python_is_python_and_uses_names_that_exist(page: Path) -> None:
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    ):
+        tree = ast.parse(textwrap.dedent(block))
+        named = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lastwords"
+        }
+        assert named <= {*lastwords.__all__, "integrations"}, named - {*lastwords.__all__}
 
 
 def missing_files(table: str) -> list[str]:
@@ -140,6 +159,12 @@ def test_exit_codes_on_the_pages_are_those_of_the_code() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.encode()) <= README_BYTES_MAX
+
+
+def test_the_docs_are_short() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    assert len(pages) <= PAGES_MAX
+    assert sum(words(page.read_text(encoding="utf-8")) for page in pages) <= WORDS_MAX
 
 
 def too_wide(text: str) -> list[str]:

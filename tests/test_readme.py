@@ -50,6 +50,30 @@ def test_a_diff_without_the_resume_is_noticed(tmp_path: Path, undisturbed: Ended
     assert readme.resumed(TORCHRUN, lacking, tmp_path, os.environ) != undisturbed.after_the_kill()
 
 
+TUTORIAL = (readme.ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+
+def test_the_script_of_the_tutorial_is_killed_and_heals(tmp_path: Path) -> None:
+    """With a kill in it: rank 1 dies in its 40th step, once."""
+    text = readme.block("python", "lastwords.protect", TUTORIAL).replace("epochs=60", "epochs=2")
+    kill = """
+        if dist.get_rank() == 1 and step == 40 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+    inside = "        loss = nn.functional.cross_entropy"
+    assert text.count(inside) == 1
+    text = "import os, signal\nfrom pathlib import Path\n" + text.replace(inside, kill.lstrip("\n") + inside)
+    (tmp_path / "train.py").write_text(text)
+    launcher = [sys.executable, "-m", "lastwords.cli", "run", "--standalone", "--nproc-per-node=2", "train.py"]
+    said = readme.run(launcher, tmp_path, os.environ).stdout
+    assert re.search(r"^resumed after step 39, exact: True$", said, re.MULTILINE), said
+    assert re.search(
+        r"^lastwords run: rank 1 died \(SIGKILL\).*; nothing lost, step 39 was saved$", said, re.MULTILINE
+    ), said
+    assert re.search(r"^epoch 2: loss", said, re.MULTILINE), said
+
+
 @contextlib.contextmanager
 def on_its_port() -> Iterator[None]:
     """One at a time on this host, since README names a port."""

@@ -182,7 +182,7 @@ def fewest_updates(updates: Sequence[Update], begun_mono_ns: int) -> int:
 
 
 def report(results: dict[str, Any]) -> None:
-    """The table in Markdown, as docs/comparison.md has it."""
+    """The table in Markdown, as docs/benchmarks.md has it."""
     plain = statistics.median(results["plain_step_ms"])
     print(f"`import torch`: {statistics.median(results['import_torch_s']):.2f} s; plain DDP: {plain:.1f} ms a step;")
     print(f"load before: {results['load_before']}, after: {results['load_after']}; seed {results['seed']}\n")

@@ -163,7 +163,7 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     for name in unknown if environ.get("LOCAL_RANK", "0") == "0" else ():
         # Without the prefix, or whatever has it would be near to something.
         near = difflib.get_close_matches(name[len(_PREFIX) :], [each[len(_PREFIX) :] for each in known], n=1)
-        meant = f"; did you mean {_PREFIX}{near[0]}?" if near else ", see docs/settings.md"
+        meant = f"; did you mean {_PREFIX}{near[0]}?" if near else ", see docs/operating.md"
         _log.warning("%s is set, but lastwords has no such setting, so it is ignored%s", name, meant)
 
 

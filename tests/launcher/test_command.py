@@ -30,8 +30,8 @@ from tests import golden
 
 def test_every_flag_has_its_place_in_the_docs() -> None:
     """Red with a newer torch: find out what its new flag does to forks, and say so there."""
-    page = (Path(__file__).parents[2] / "docs/healing.md").read_text(encoding="utf-8")
-    placed = re.findall(r"`(--[a-z-]+)`", page.partition("## Flags")[2].partition("\n## ")[0])
+    page = (Path(__file__).parents[2] / "docs/running.md").read_text(encoding="utf-8")
+    placed = re.findall(r"`(--[a-z-]+)`", page.partition("### Flags")[2].partition("\n### ")[0])
     names = [name for action in command.parser()._actions for name in action.option_strings]
     assert {name for name in names if name.startswith("--") and "_" not in name} - {"--help"} == {*placed}
     assert len({*placed}) == len(placed)

@@ -1,6 +1,6 @@
 """Packages that training scripts import: which of them `--preload` takes, and what a fork does with one afterwards.
 
-Only those that are installed are tried. The list in docs/healing.md is of an environment that has them all.
+Only those that are installed are tried. The list in docs/running.md is of an environment that has them all.
 """
 
 from __future__ import annotations

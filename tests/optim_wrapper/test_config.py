@@ -122,7 +122,7 @@ def test_every_duration_of_every_part_can_be_set_and_reaches_that_part() -> None
         ("LASTWORDS_SETTLE_TIMOUT_S", "did you mean LASTWORDS_SETTLE_TIMEOUT_S?"),
         ("LASTWORDS_STALL_TIMEOUT", "did you mean LASTWORDS_STALL_TIMEOUT_S?"),
         ("LASTWORDS_REQUIRES_SPACE", "did you mean LASTWORDS_REQUIRE_SPACE?"),
-        ("LASTWORDS_XYZZY", "see docs/settings.md"),
+        ("LASTWORDS_XYZZY", "see docs/operating.md"),
     ],
 )
 def test_a_misspelt_setting_is_named_with_the_one_that_was_meant(

@@ -226,7 +226,7 @@ def _end(world: SmallWorld) -> End:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.explore", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--job", choices=[*JOBS, *PERIODIC, *BROKEN], help="one of the table in docs/protocol.md, with its faults"
+        "--job", choices=[*JOBS, *PERIODIC, *BROKEN], help="one of the table in tests/sim/README.md, with its faults"
     )
     parser.add_argument("--kills", type=int, help="so many deaths instead")
     parser.add_argument("--breaks", type=int, help="so many broken sessions instead")

@@ -1,4 +1,4 @@
-"""Every interleaving of small jobs, with the shipped cores. docs/protocol.md has the table of what was explored."""
+"""Every interleaving of small jobs, with the shipped cores. tests/sim/README.md has the table of what was explored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.sim.job import Job, data_parallel
 from tests.sim.mutants import MUTANTS
 from tests.sim.small_jobs import BROKEN, JOBS, PERIODIC, Explored
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = Path(__file__).parent / "README.md"
 ROW = re.compile(r"^\| `([a-z-]+)` \| (.*) \| (\d+) \| (\d+) \| ([\d,]+) \| make ([a-z-]+) \|$", re.MULTILINE)
 
 SMALL = [name for name, explored in JOBS.items() if not explored.slow]
@@ -63,7 +63,7 @@ def test_a_small_job_keeps_every_invariant_whatever_happens_in_any_order(
 ) -> None:
     found = _explore(capsys, name)
     assert_clean(name, found)
-    assert found.states == documented()[name][3], "docs/protocol.md says another number of states"
+    assert found.states == documented()[name][3], "tests/sim/README.md says another number of states"
     job = JOBS[name].job
     if JOBS[name].kills and any(_has_all(job, without=rank) for rank in range(job.world_size)):
         assert _steps_published(found) == set(range(1, job.steps + 1)), "a step that is never published"
@@ -79,7 +79,7 @@ def test_a_larger_small_job_keeps_every_invariant_whatever_happens_in_any_order(
 ) -> None:
     found = _explore(capsys, name)
     assert_clean(name, found)
-    assert found.states == documented()[name][3], "docs/protocol.md says another number of states"
+    assert found.states == documented()[name][3], "tests/sim/README.md says another number of states"
 
 
 def test_the_protocol_page_names_every_job_that_is_explored() -> None:

@@ -28,7 +28,7 @@ def _assert_explored(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\n  {name}: {explored.words}: {found}")
     assert_clean(name, found)
-    assert found.states == documented()[name][3], "docs/protocol.md says another number of states"
+    assert found.states == documented()[name][3], "tests/sim/README.md says another number of states"
     job = explored.job
     due = {step for step in range(1, job.steps + 1) if step % job.schedule.steps == 0}
     assert _published(found, periodic=True) == due

@@ -1,7 +1,7 @@
 """The frozen verdicts: what has come of each recipe in each phase, in `verdicts.json`, and of nothing else.
 
 The tests compare with it what comes of a recipe today. `make verdicts` runs the zoo, and writes the file and the table
-of docs/exactness.md: review the diff. `python -m tests.zoo.frozen RESULTS.jsonl` writes both from what runs with
+of tests/zoo/README.md: review the diff. `python -m tests.zoo.frozen RESULTS.jsonl` writes both from what runs with
 LASTWORDS_ZOO_RESULTS=RESULTS.jsonl have noted.
 
 Outcomes: "exact" (equal, and called so), "told" (not exact; with the reasons that were given), "named" (bits differ

@@ -1,4 +1,4 @@
-"""The table of docs/exactness.md, made of the frozen verdicts by `tests.zoo.frozen`."""
+"""The table of tests/zoo/README.md, made of the frozen verdicts by `tests.zoo.frozen`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.zoo.loop import CARDS, Card
 
 assert recipes.__doc__
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
+PAGE = Path(__file__).resolve().parents[2] / "tests" / "zoo" / "README.md"
 BEGIN, END = "<!-- the zoo's table -->", "<!-- end of the table -->"
 HEAD = "| recipe | what it is | exact | not exact, and told | price |\n|---|---|---|---|---|"
 ORDER = ("fwd", "bwd", "mid", "win", "end", "epoch")
