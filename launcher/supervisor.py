@@ -34,7 +34,7 @@ from lastwords.launcher.events import (
     Updated,
 )
 from lastwords.launcher.forks import ForkServer
-from lastwords.launcher.host import Host, Program, rank_server
+from lastwords.launcher.host import Host, Program
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Done, ToSupervisor
@@ -103,7 +103,7 @@ class Supervisor:
         }
         self._seat = Seat(sys.executable, ("-u", *argv), environment, None, None, 0)
         program = Program(sys.executable, is_module, _threads(), dies_with_launcher=True)
-        self._host = Host(rank_server(1), {rank: self._seat}, program, selector, self._report, forks)
+        self._host = Host({rank: self._seat}, program, selector, self._report, forks)
 
     def run(self) -> int:
         """Its exit code."""

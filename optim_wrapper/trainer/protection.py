@@ -72,7 +72,7 @@ class Protection:
             world.rank,
             self._recorded_exit,
             self._leave_controller,
-            healed=lambda: self._launcher is not None and not self._launcher.dismissed,
+            healed=lambda: self._launcher is not None and self._launcher.heals,
             tell=self._tell_verdict,
         )
         self._agent: Agent | None = None

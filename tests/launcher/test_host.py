@@ -106,12 +106,9 @@ class TestHost(Host):
         self.script.write_text("import os, sys; sys.exit(40 + int(os.environ['RANK']) + len(sys.argv))")
         self.events: list[Event] = []
         self.asked = Forks()
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(str(directory / "agent"))
-        self.server.listen()
         seats = {rank: self.seat(rank) for rank in range(2)}
         program = Program(sys.executable, is_module=False, threads=3)
-        super().__init__(self.server, seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
+        super().__init__(seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
 
     def seat(self, rank: int) -> Seat:
         return Seat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})
@@ -150,9 +147,9 @@ def selector() -> Iterator[selectors.BaseSelector]:
 
 
 @pytest.fixture
-def host(short_path: Path, clock: Clock, selector: selectors.BaseSelector) -> Iterator[TestHost]:
-    host = TestHost(short_path, selector)
-    with contextlib.closing(host.server):
+def host(tmp_path: Path, clock: Clock, selector: selectors.BaseSelector) -> Iterator[TestHost]:
+    host = TestHost(tmp_path, selector)
+    with contextlib.closing(host._server):
         yield host
         if host.process.pid and host.process.poll() is None:
             os.kill(host.process.pid, signal.SIGKILL)
@@ -171,7 +168,7 @@ def test_all_ranks_are_asked_for_at_once_with_what_each_of_them_is(host: TestHos
     assert (first.rank, second.rank, first.step, first.threads, first.address) == (0, 1, 31, 3, "node-1")
     assert [*first.argv] == [str(host.script), "--lr", "1"]
     assert not first.is_module
-    assert first.report == host.server.getsockname()
+    assert f"\0{first.report}".encode() == host._server.getsockname()
     told = ("RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "PATH")
     assert [second.environment[name] for name in told] == ["1", "4000", "7", "True", os.environ["PATH"]]
     assert first.dies_with == 0
@@ -577,6 +574,17 @@ def test_what_is_left_of_an_earlier_generation_is_not_heard(host: TestHost, told
         stranger.kill()
         stranger.wait()
     assert host.events == []
+
+
+def test_of_the_processes_of_another_user_nothing_is_heard(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = module.peer
+    monkeypatch.setattr(module, "peer", lambda link: (peer(link)[0], 4711))
+    with pytest.raises(BrokenPipeError):
+        Told(host)
+    assert host.events == []
+    golden.says("\n".join(caplog.messages))
 
 
 def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
