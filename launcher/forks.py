@@ -8,6 +8,7 @@ import os
 import selectors
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lastwords.clock import mono_s
@@ -15,7 +16,7 @@ from lastwords.errors import is_shortage
 from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.processes import kill_group
+from lastwords.launcher.processes import PAUSE_S, kill_group
 from lastwords.launcher.protocol import read, to_message
 from lastwords.liveness.process_id import is_stopped
 
@@ -28,6 +29,9 @@ LOOK_S = 1.0
 
 SHORT_S = 60.0
 """How long a shortage may last while processes are wanted."""
+
+END_S = 1.0
+"""How long those who fork may take to do so, and to end."""
 
 DEATHS_MAX = 3
 """Servers in a row that may end before they have served."""
@@ -107,10 +111,16 @@ class ForkServer:
     def end(self) -> None:
         """It ends; the ranks go on."""
         process, self._process, self._ready = self._process, None, False
+        if process is not None:
+            process.kill()
         if self._link is not None:
+            deadline_mono_s = mono_s() + END_S
+            while self._link.open and mono_s() < deadline_mono_s:  # ranks that are being forked are known in the end
+                if not self._link.read():
+                    time.sleep(PAUSE_S)
             self._link.close()
         if process is not None:
-            kill_group(process.pid)
+            kill_group(process.pid)  # not collected yet, so the number is still its own
             process.wait()
 
     def _ask(self, forks: Sequence[Fork]) -> None:

@@ -104,7 +104,6 @@ def control(one: Fork) -> NoReturn:
 
 
 def _become(one: Fork) -> None:
-    os.setsid()
     if one.dies_with:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != one.dies_with:

@@ -99,9 +99,13 @@ class Seat:
         self.proc = own.proc
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """A signal for all processes of its group."""
+        """A signal for all processes of its group, which it leads once it has got so far."""
+        number = death_sig or signal.SIGTERM
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+            try:
+                os.killpg(self.proc.pid, number)
+            except ProcessLookupError:
+                os.kill(self.proc.pid, number)
 
 
 def _cpus_near(device: int, numa_options: Any) -> list[int]:

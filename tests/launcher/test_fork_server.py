@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import selectors
@@ -193,6 +194,26 @@ def test_signals_for_all_processes_of_a_job_are_not_for_a_fork_server_and_forks_
         assert served.server.pid == pid
         assert sorted(done.out.split("'")[1::2])[0] == str(int(signal.SIG_DFL)), done
         assert str(int(signal.SIG_IGN)) not in done.out.split("'")[1::2], done
+
+
+def test_the_end_of_a_fork_server_is_not_that_of_the_ranks_it_has_forked_and_all_of_them_are_known(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(600)")
+    with Forks.anywhere() as served:
+        served.ready()
+        fork = Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)
+        served.server.fork([dataclasses.replace(fork, rank=rank) for rank in range(1, 4)])
+        served.turn()  # one of them, maybe not yet in a session of its own
+        served.server.end()
+        served.server.end()
+        assert served.processes
+        assert {one.poll() for one in served.processes} == {None}
+        for one in served.processes:
+            os.kill(one.pid, signal.SIGTERM)  # also if it is not as far as to have its own handlers
+        assert {one.wait(60) for one in served.processes} == {-signal.SIGTERM}
+        assert not [one for one in processes() if str(script) in command_line(one)], "nor is there one that nobody knows"
 
 
 def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_many(tmp_path: Path) -> None:
