@@ -213,7 +213,9 @@ def test_the_end_of_a_fork_server_is_not_that_of_the_ranks_it_has_forked_and_all
         for one in served.processes:
             os.kill(one.pid, signal.SIGTERM)  # also if it is not as far as to have its own handlers
         assert {one.wait(60) for one in served.processes} == {-signal.SIGTERM}
-        assert not [one for one in processes() if str(script) in command_line(one)], "nor is there one that nobody knows"
+        assert not [one for one in processes() if str(script) in command_line(one)], (
+            "nor is there one that nobody knows"
+        )
 
 
 def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_many(tmp_path: Path) -> None:
