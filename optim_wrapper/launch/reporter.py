@@ -20,7 +20,7 @@ from typing import Any
 from lastwords.errors import ConfigError
 from lastwords.processor.departure import say
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"
@@ -88,12 +88,13 @@ class Reporter:
         """The training loop has come to its end by itself."""
         self._say("Over")
 
-    def left(self, step: int, record: Path | None, ended: int = 0) -> None:
+    def left(self, step: int, record: Path | None, ended: int = 0, *, alone: bool = False) -> None:
         """An incident is over, and ends this process. step: the newest one that is saved; 0: none that is known.
 
         record: where the controller writes how each incident went. ended: the newest step that this process has ended.
+        alone: it has lost its controller.
         """
-        self._say("Left", step=step, record=str(record or ""), ended=ended)
+        self._say("Left", step=step, record=str(record or ""), ended=ended, alone=alone)
 
     def raised(self, error: str, *, lasting: bool) -> None:
         """An exception leaves the script. lasting: each process after this one would meet it as well."""

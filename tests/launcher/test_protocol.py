@@ -64,7 +64,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (4, "83b1ec2480cba7dc")
+FORM = (5, "2228a96c15abc1a3")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -168,6 +168,7 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.over(), Over(RANK)),
     (lambda one: one.left(7, Path("/logs"), 8), Left(RANK, 7, "/logs", 8)),
     (lambda one: one.left(0, None), Left(RANK)),
+    (lambda one: one.left(0, None, 8, alone=True), Left(RANK, ended=8, alone=True)),
     (lambda one: one.raised("ValueError: x", lasting=True), Raised("ValueError: x", lasting=True)),
 ]
 
