@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lastwords.clock import mono_s
+from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import is_shortage
 from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 HUNG_S = 30.0
 """It forks thousands of processes in that time: one that says nothing is stopped, or hangs."""
 
-LOOK_S = 1.0
+LOOK_S = OwnTime.LOOK_INTERVAL_S
 
 SHORT_S = 60.0
 """How long a shortage may last while processes are wanted."""
@@ -72,7 +72,13 @@ class ForkServer:
         self._wanted: tuple[Fork, ...] = ()
         self._deaths = 0
         self._importing = ""
-        self._heard_mono_s = mono_s()
+        self._own_time = OwnTime()
+        self._heard_s = self._now_s
+
+    @property
+    def _now_s(self) -> float:
+        """It may have been stopped together with this process."""
+        return self._own_time.at(mono_s())
 
     @property
     def pid(self) -> int:
@@ -102,7 +108,7 @@ class ForkServer:
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
-        self._heard_mono_s = mono_s()
+        self._heard_s = self._now_s
         self._wanted += tuple(forks)
         if self._process is None:
             return self._start_again()
@@ -135,18 +141,18 @@ class ForkServer:
         if self._process is None:
             self._start_again()
             return LOOK_S
-        left_s = HUNG_S - (mono_s() - self._heard_mono_s)
+        left_s = HUNG_S - (self._now_s - self._heard_s)
         if left_s <= 0 and (self._ready or is_stopped(self.pid)):
             _log.warning("the fork server (pid %d) has not answered for %g s, and is killed", self.pid, HUNG_S)
             kill_group(self.pid)
         elif left_s <= 0:
-            self._heard_mono_s = mono_s()
+            self._heard_s = self._now_s
             what = self._importing or "what all ranks need"
             _log.warning("the fork server (pid %d) still imports %s, and no rank begins before", self.pid, what)
-        return max(left_s, LOOK_S)
+        return LOOK_S
 
     def _hear(self, said: Importing | Made | Forked | None) -> None:
-        self._heard_mono_s = mono_s()
+        self._heard_s = self._now_s
         match said:
             case Importing(module):
                 self._importing = module
@@ -196,5 +202,5 @@ class ForkServer:
         try:
             self.start()
         except OSError as error:
-            if not is_shortage(error) or (self._wanted and mono_s() - self._heard_mono_s > SHORT_S):
+            if not is_shortage(error) or (self._wanted and self._now_s - self._heard_s > SHORT_S):
                 self.failed(f"no fork server can be started: {error}")
