@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import selectors
@@ -15,7 +16,7 @@ from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import is_shortage
 from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
-from lastwords.launcher.link import Complaints, Connection, Inbox
+from lastwords.launcher.link import LINE_BYTES_MAX, Complaints, Connection, Inbox
 from lastwords.launcher.processes import PAUSE_S, kill_group
 from lastwords.launcher.protocol import read, to_message
 from lastwords.liveness.process_id import is_stopped
@@ -132,7 +133,13 @@ class ForkServer:
     def _ask(self, forks: Sequence[Fork]) -> None:
         if self._ready and forks:
             assert self._link is not None
-            self._link.tell(to_message(Forks([*map(as_text, forks)])))
+            message = to_message(Forks([*map(as_text, forks)]))
+            if (size := len(json.dumps(message))) > LINE_BYTES_MAX:
+                self._wanted = ()
+                return self.failed(
+                    f"environment and arguments of {len(forks)} processes take {size} bytes, more than {LINE_BYTES_MAX}"
+                )
+            self._link.tell(message)
 
     def look(self) -> float | None:
         """In how many seconds to look again whether it does what it was asked to; None: it has done all."""

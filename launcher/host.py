@@ -56,6 +56,7 @@ from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
 from lastwords.liveness.oom_counts import OomCounts
 from lastwords.optim_wrapper.launch.reporter import LAUNCHER, listening, peer
+from lastwords.processor.signals import ASKS
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,9 @@ class Program:
 SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
+
+ABSENT_LOOKS_MAX = 10
+"""For a script that is not there, after each such pause."""
 
 COLLECT_S = 10.0
 """Between two looks for orphans that have ended."""
@@ -223,10 +227,15 @@ class Host:
                 self.result = effect
 
     def signal_all(self, number: int) -> None:
-        """Pass a signal on to the ranks of this host. Any thread."""
+        """Pass a signal on to the ranks of this host. Any thread. One that asks for a checkpoint would end those that
+        are not protected yet, and is not for them."""
         for rank, seat in self.seats.items():
-            if seat.proc.returncode is None:
-                self._signal(rank, number)
+            if seat.proc.returncode is not None:
+                continue
+            if number == ASKS and not process_id.is_handled(seat.proc.pid, number):
+                self._say_once(f"rank {rank} does not handle {ASKS.name} yet, and does not get it")
+                continue
+            self._signal(rank, number)
 
     def _end(self, rank: int, number: int) -> None:
         process = self.seats[rank].proc
@@ -243,14 +252,26 @@ class Host:
     # ------------------------------------------------------------------ a generation
 
     def _enter(self, order: Enter) -> None:
-        if (changed := self._files.changed) is not None:
-            return self._report(Lost(CHANGED.format(changed)))
         self._clear_up()
         self.failures.clear()
         self._asked.clear()
         self._left.clear()
         self._to_signal.clear()
         self._tries = 0
+        self._begin_generation(order)
+
+    def _begin_generation(self, order: Enter, looks: int = 1) -> None:
+        """Once the script is there: while it is replaced, or its file system is slow, it may not be for a moment."""
+        if (absent := self._files.absent) is not None:
+            if looks > ABSENT_LOOKS_MAX:
+                return self._lost(f"{absent} is not there any more, so no rank can be started")
+            self._say_once(
+                f"{absent} is not there; it is waited for, {ABSENT_LOOKS_MAX * SHORTAGE_PAUSE_S:g} s at most"
+            )
+            self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._begin_generation(order, looks + 1)))
+            return
+        if (changed := self._files.changed) is not None:
+            return self._report(Lost(CHANGED.format(changed)))
         more = {
             "TORCHELASTIC_RESTART_COUNT": str(order.generation),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -500,14 +521,21 @@ class _Files:
                 self._known[path] = _stamp(path), _digest(path)
 
     @property
+    def absent(self) -> str | None:
+        """The script, where it has been there. Without it no rank could say so itself."""
+        try:
+            if self._script in self._known:
+                _stamp(self._script)
+        except OSError:
+            return self._script
+        return None
+
+    @property
     def changed(self) -> str | None:
         """One that has other contents now. A module that is gone may have been made by a rank."""
         for path, (stamp, digest) in self._known.items():
-            try:
+            with contextlib.suppress(OSError):
                 if _stamp(path) != stamp and _digest(path) != digest:
-                    return path
-            except OSError:
-                if path == self._script:
                     return path
         return None
 

@@ -91,7 +91,7 @@ class Seat:
         class Own(SubprocessHandler):
             def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
                 with contextlib.ExitStack() as files:
-                    out, err = (files.enter_context(open(one, "ab")) if one else None for one in paths)
+                    out, err = (files.enter_context(open(output(one), "ab")) if one else None for one in paths)
                     return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
 
         environment = {**self.env, **env}
@@ -115,6 +115,16 @@ def _cpus_near(device: int, numa_options: Any) -> list[int]:
     if (found := getattr(binding, "_get_validated_logical_cpus_to_bind_to", None)) is None:
         raise ConfigError("this release of torch cannot tell lastwords run what --numa-binding means; leave it out")
     return sorted(found(gpu_index=device, numa_options=numa_options))
+
+
+def output(path: str) -> int:
+    """A file to which a rank's output is appended, in a directory that may have been removed meanwhile. OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, flags, 0o666)
 
 
 def ended_badly(pid: int) -> bool:

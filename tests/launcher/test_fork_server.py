@@ -218,6 +218,46 @@ def test_the_end_of_a_fork_server_is_not_that_of_the_ranks_it_has_forked_and_all
         )
 
 
+def test_what_is_too_long_to_be_said_to_a_fork_server_is_named_and_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "LINE_BYTES_MAX", 1000)
+    with Forks.anywhere() as served:
+        served.ready()
+        served.server.fork([Fork(1, {"LONG": "x" * 1000}, ["train.py"], False, "", "", 1, "", 0, "", 0)])
+        golden.says(served.failures)
+        assert served.server.look() is None, "nothing is wanted any more"
+
+
+def test_the_directory_of_a_ranks_output_is_made_anew_and_where_that_fails_it_writes_where_its_launcher_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, logs = tmp_path / "train.py", tmp_path / "logs"
+    script.write_text("print('ran')")
+    with Forks.anywhere() as served:
+        served.ready()
+        for file in (logs / "0" / "stdout.log", script / "stdout.log"):
+            served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, str(file), "", 1, "", 0, "", 0)])
+            served.turn()
+            while not served.processes:
+                served.turn()
+            assert served.processes.pop().wait(60) == 0
+    assert (logs / "0" / "stdout.log").read_text() == "ran\n"
+    spoken = capfd.readouterr()
+    assert spoken.out.count("ran\n") == 1
+    golden.says(spoken.err)
+
+
+def test_where_the_ends_of_children_are_ignored_a_launcher_hears_of_them_all_the_same() -> None:
+    """A shell's `trap '' CHLD` is inherited, and the kernel collects whatever ends."""
+    program = (
+        "import signal, subprocess\nfrom lastwords.liveness.parents import take_in_orphans\n"
+        "take_in_orphans()\nprint(subprocess.run(['sh', '-c', 'exit 7']).returncode)"
+    )
+    command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout == "7\n"
+
+
 def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_many(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('ran')")

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -196,9 +197,48 @@ def test_a_script_that_was_changed_ends_the_job_and_is_named(host: TestHost) -> 
     (lost,) = host.events
     assert isinstance(lost, Lost)
     golden.says(lost.why.replace(str(host.script), "<script>"))
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_script_that_is_not_there_for_a_moment_is_waited_for(host: TestHost, clock: Clock, comes: bool) -> None:
+    """While an editor saves it, say, or a file system of another host is slow."""
+    text = host.script.read_text()
+    host.obey(Enter(0))
     host.script.unlink()
-    host.obey(Enter(2))
-    assert host.events == [lost, lost], "nor one that is gone"
+    host.obey(Enter(1))
+    for _ in range(module.ABSENT_LOOKS_MAX):
+        assert len(host.asked.asked) == 1
+        assert host.events == []
+        clock.now_s += module.SHORTAGE_PAUSE_S
+        if comes:
+            host.script.write_text(text)
+        host.tick()
+        if comes:
+            break
+    assert len(host.asked.asked) == 1 + comes
+    if not comes:
+        (lost,) = host.of(Lost)
+        golden.says(lost.why.replace(str(host.script), "<script>"))
+
+
+def test_a_rank_that_would_be_ended_by_the_wish_for_a_checkpoint_does_not_get_it(
+    host: TestHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.begin()
+    host.has("sleep", "60")
+    host.signal_all(signal.SIGUSR1)
+    golden.says("\n".join(caplog.messages))
+    script = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\nprint(flush=True)\n"
+    handles = subprocess.Popen([sys.executable, "-c", f"{script}signal.pause()"], stdout=subprocess.PIPE)
+    assert handles.stdout is not None
+    handles.stdout.read(1)
+    with unittest.mock.patch.object(host.process, "pid", handles.pid):
+        host.signal_all(signal.SIGUSR1)
+    assert handles.wait() == 7
+    handles.stdout.close()
+    host.signal_all(signal.SIGTERM)
+    host.until(Ended)
+    assert [one.code for one in host.of(Ended)] == [-signal.SIGTERM]
 
 
 def test_ranks_that_cannot_be_forked_now_are_forked_later_and_the_others_run(host: TestHost, clock: Clock) -> None:
