@@ -23,6 +23,7 @@ from lastwords.launcher.fork_messages import Fork, Forked, Made
 from lastwords.launcher.forks import DEATHS_MAX, ForkServer
 from lastwords.launcher.protocol import read
 from lastwords.liveness.parents import MEANT_FOR_RANKS
+from lastwords.liveness.process_id import is_stopped
 from tests import golden
 from tests.integration.faults import is_gone
 from tests.integration.harness import Cluster
@@ -177,6 +178,27 @@ def test_a_fork_server_that_is_stopped_is_replaced(
             served.turn()
         assert served.server.look() is None
         assert served.processes[0].wait(60) == 0
+        golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
+
+
+def test_a_fork_server_that_imports_for_long_is_named_and_one_that_is_stopped_meanwhile_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    with Forks.anywhere() as served:
+        old = served.server.pid
+        served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)])
+        with monkeypatch.context() as impatient:
+            impatient.setattr(forks, "HUNG_S", 0.0)
+            served.server.look()
+            os.kill(old, signal.SIGSTOP)
+            until(lambda: is_stopped(old), "it is stopped")
+            served.server.look()
+        while not served.processes:
+            served.turn()
+        assert served.processes[0].wait(60) == 0
+        assert served.server.pid != old
         golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
 
 

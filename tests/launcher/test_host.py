@@ -60,6 +60,7 @@ from lastwords.launcher.protocol import (
 from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.state.running import program_files
 from tests import golden
+from tests.integration.programs import PR_SET_CHILD_SUBREAPER, prctl
 
 
 class Clock:
@@ -302,6 +303,43 @@ def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.Monkey
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
             one.wait()
+
+
+def test_what_a_ranks_own_children_have_started_ends_with_them() -> None:
+    """Each is an orphan only once the one that has started it has been ended."""
+    before = orphans.children()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        child = "sh -c 'sleep 600 & echo $!; wait'"
+        leader = subprocess.Popen(["sh", "-c", f"{child} & wait"], start_new_session=True, stdout=subprocess.PIPE)
+        assert leader.stdout is not None
+        grandchild = int(leader.stdout.readline())
+        leader.kill()
+        leader.wait()
+        leader.stdout.close()
+        assert [*orphans.end_orphans({leader.pid}, before)] == []
+        with pytest.raises(ProcessLookupError):
+            os.kill(grandchild, 0)
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_how_a_fork_has_ended_is_known_though_it_is_that_of_whoever_forks_others_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    waitid, looks = os.waitid, [ChildProcessError(), ChildProcessError()]
+
+    def look(*of: Any) -> Any:
+        if looks:
+            raise looks.pop()
+        return waitid(*of)
+
+    monkeypatch.setattr(os, "waitid", look)
+    process = subprocess.Popen(["sh", "-c", f"exit {code}"])
+    waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert ended_badly(process.pid) is bool(code)
+    assert process.wait() == code
 
 
 def test_a_process_that_outlives_its_rank_is_named_once(
