@@ -21,6 +21,7 @@ import os
 import queue
 import resource
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -76,13 +77,22 @@ def _tell(fd: int, answer: dict[str, object]) -> None:
 
 
 def _pipe(name: str) -> int:
-    """The descriptor of the pipe that is told; -1 where whoever would hear of it has ended."""
+    """The descriptor of the pipe that is told; -1 where whoever has asked for this controller waits no more.
+
+    name: a descriptor of this process, or of another one, by "INODE:PATH": its number may be another file's by now.
+    """
     if name.isdigit():
         return int(name)
+    inode, _, path = name.partition(":")
     try:
-        return os.open(name, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return -1
+    found = os.fstat(fd)
+    if not stat.S_ISFIFO(found.st_mode) or str(found.st_ino) != inode:
+        os.close(fd)
+        return -1
+    return fd
 
 
 def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, Owner, Remember | None]:
@@ -126,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # SIGTERM is taken by the loop
     arguments = list(sys.argv[1:] if argv is None else argv)
     ready_fd = _pipe(arguments[1]) if len(arguments) > 1 else -1
+    if len(arguments) > 1 and ready_fd < 0:
+        return 1  # another one has been started, or nobody wants it
     listener: logging.handlers.QueueListener | None = None
     try:
         listener = _set_up_logging()

@@ -110,7 +110,12 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
     try:
         pid = None
         if not more:
-            pid = _fork([argument, f"/proc/{os.getpid()}/fd/{told}"], _environment(token), str(log_path))
+            name = f"{os.fstat(told).st_ino}:/proc/{os.getpid()}/fd/{told}"
+            pid = _fork([argument, name], _environment(token), str(log_path))
+            if pid is None:  # a fork that comes too late finds no pipe, and ends
+                unanswered, (ready, told) = (ready, told), os.pipe()
+                for fd in unanswered:
+                    os.close(fd)
         if pid is None:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "lastwords.controller", argument, str(told), *more],

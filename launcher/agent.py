@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from lastwords import threads
 from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
-from lastwords.launcher.host import Host, HowLeft, Program, rank_server
+from lastwords.launcher.host import Host, HowLeft, Program
 from lastwords.launcher.processes import Seat
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.signals import UNHANDLED_STOPS
@@ -68,7 +68,6 @@ class HealingAgent(LocalElasticAgent):
         """How the ranks of this host have ended, once all of them have because the launcher wanted it."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        server = rank_server(worker_group.spec.local_world_size)
         take_in_orphans()
         with _seats():
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -76,7 +75,7 @@ class HealingAgent(LocalElasticAgent):
             number = getattr(signal, name.strip(), None)
             if number is not None:
                 signal.signal(number, self._end_by)
-        self._round = _Round(worker_group, self._pcontext, server, self._program, self._rounds)
+        self._round = _Round(worker_group, self._pcontext, self._program, self._rounds)
         self._rounds += 1
         return pids
 
@@ -146,7 +145,7 @@ class _Round:
     no thread can be started.
     """
 
-    def __init__(self, group: WorkerGroup, context: Any, server: socket.socket, program: Program, number: int) -> None:
+    def __init__(self, group: WorkerGroup, context: Any, program: Program, number: int) -> None:
         place: Any = group  # torch says None of what is set by now
         ranks = range(group.workers[0].global_rank, group.workers[-1].global_rank + 1)
         self._context = context
@@ -154,7 +153,7 @@ class _Round:
         self._head: Head | None = None
         self._way: Listener | Uplink | None = None
         seats = {int(seat.env["RANK"]): seat for seat in context.subprocess_handlers.values()}
-        self.host = Host(server, seats, program, self._selector, self._report)
+        self.host = Host(seats, program, self._selector, self._report)
         if place.group_rank == 0:
             self._head = Head(group.workers[0].world_size, number, place.master_addr)
             self._head.has_host(ranks, self.host.obey)

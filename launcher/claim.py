@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from lastwords.errors import ConfigError, is_shortage
+from lastwords.optim_wrapper.launch.reporter import peer
 
 _log = logging.getLogger(__name__)
 
@@ -129,5 +130,4 @@ def _holder(name: str) -> int | None:
             return None
         except OSError:  # it is stopped, and many have asked
             return UNKNOWN_PID
-        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return int(pid)
+        return peer(probe)[0]

@@ -123,8 +123,8 @@ class LauncherCore:
                 return self._begun(event)
             case Over(rank):
                 return self._loop_over(rank, now_s)
-            case Left(rank, step):
-                return self._left(rank, step, now_s)
+            case Left():
+                return self._left(event, now_s)
             case Stopped(rank):
                 return self._stopped(rank, now_s)
             case Lost(why):
@@ -232,15 +232,18 @@ class LauncherCore:
             return []
         return self._end_inside(rank, now_s)
 
-    def _left(self, rank: int, step: int, now_s: float) -> list[Effect]:
-        """It leaves since its controller has said so. A failure with which a step was saved is none of a crash loop."""
-        one = self._ranks[rank]
+    def _left(self, event: Left, now_s: float) -> list[Effect]:
+        """It leaves since its controller has said so. A failure with which a step was saved is none of a crash loop.
+
+        Where it has lost its controller instead, the others have as long as without its word: they may be writing.
+        """
+        one = self._ranks[event.rank]
         if not one.runs:
             return []
-        effects = [] if self._healing else self._over(rank, now_s)
+        effects = [] if self._healing else self._over(event.rank, now_s)
         self._guarded = one.left = True
-        self._progress(step)
-        if not self._leaving:
+        self._progress(event.step)
+        if not (self._leaving or event.alone):
             self._leaving = True
             self._ranks.others_leave(now_s)
         return effects

@@ -79,13 +79,14 @@ class Left:
     """`rank` is told to leave after an incident, and ends now.
 
     step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl. ended:
-    the newest step that it has ended.
+    the newest step that it has ended. alone: it has lost its controller, which may still have the others save.
     """
 
     rank: int
     step: int = 0
     record: str = ""
     ended: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

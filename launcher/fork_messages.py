@@ -16,8 +16,8 @@ class Fork:
     """A process for a rank; below 0: a controller. environment: all of it. argv: the script, or module, and its
     arguments; of a controller, those alone.
 
-    stdout, stderr: paths of files that are appended to; "": those of the launcher. threads: of each pool. report: the
-    launcher's socket, where the rank says what happens to it. step: that is saved, and from which it has to go on.
+    stdout, stderr: paths of files that are appended to; "": those of the launcher. threads: of each pool. report: name
+    of the launcher's socket, where the rank says what happens to it. step: that is saved, from which it has to go on.
     address: of rank 0's host, "": as in the environment. dies_with: pid of a parent whose death is the rank's; 0: none.
     cpus: on which alone it may run; none: as this process.
     """

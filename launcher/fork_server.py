@@ -83,14 +83,13 @@ def serve() -> None:
     link.set_inheritable(False)
     ignored = [one for one in MEANT_FOR_RANKS if signal.getsignal(one) is not signal.SIG_IGN]
     plain = {one: signal.signal(one, signal.SIG_IGN) for one in ignored}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     _import_all()
     send(link, to_message(_preloaded(path, [*filter(None, modules.split(","))], link)))
     for order in _orders(link):
-        one = _forked([*map(from_text, order.forks)], link)
+        one = _forked([*map(from_text, order.forks)], link, plain)
         if one is not None:
-            for number, handler in plain.items():
-                if signal.getsignal(number) is signal.SIG_IGN:  # else a preloaded module has taken it
-                    signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came since its launcher knows it is for the rank
             from lastwords.launcher import new_process
 
             one = dataclasses.replace(one, environment={**one.environment, **set_here})
@@ -308,8 +307,8 @@ def _end_monitors() -> None:
         tqdm.tqdm.monitor = None  # type: ignore[union-attr]
 
 
-def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
-    """In each fork what it is to be; None in this process, once all are there."""
+def _forked(forks: Sequence[Fork], link: socket.socket, plain: Mapping[signal.Signals, Any]) -> Fork | None:
+    """In each fork what it is to be; None in this process, once all are there. plain: handlers that forks have."""
     flush()
     try:
         helper = os.fork()
@@ -317,6 +316,10 @@ def _forked(forks: Sequence[Fork], link: socket.socket) -> Fork | None:
         send(link, to_message(Forked({}, str(error))))
         return None
     if not helper:
+        signal.pthread_sigmask(signal.SIG_BLOCK, plain)
+        for number, handler in plain.items():
+            if signal.getsignal(number) is signal.SIG_IGN:  # else a preloaded module has taken it
+                signal.signal(number, handler)
         return _fork_each(forks, link)
     if os.waitpid(helper, 0)[1]:
         send(link, to_message(Forked({}, "the process that forks them was killed")))
@@ -334,6 +337,7 @@ def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
             send(link, to_message(Forked({}, str(error))))
             break
         if not pid:
+            os.setsid()  # whoever ends the fork server's group does not end a rank that the launcher knows
             link.close()
             os.close(known_by)
             if not os.read(known, 1):  # the launcher may not know it, and would have another one forked

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import selectors
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lastwords.clock import mono_s
+from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import is_shortage
 from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
-from lastwords.launcher.link import Complaints, Connection, Inbox
-from lastwords.launcher.processes import kill_group
+from lastwords.launcher.link import LINE_BYTES_MAX, Complaints, Connection, Inbox
+from lastwords.launcher.processes import PAUSE_S, kill_group
 from lastwords.launcher.protocol import read, to_message
 from lastwords.liveness.process_id import is_stopped
 
@@ -24,10 +26,13 @@ _log = logging.getLogger(__name__)
 HUNG_S = 30.0
 """It forks thousands of processes in that time: one that says nothing is stopped, or hangs."""
 
-LOOK_S = 1.0
+LOOK_S = OwnTime.LOOK_INTERVAL_S
 
 SHORT_S = 60.0
 """How long a shortage may last while processes are wanted."""
+
+END_S = 1.0
+"""How long those who fork may take to do so, and to end."""
 
 DEATHS_MAX = 3
 """Servers in a row that may end before they have served."""
@@ -68,7 +73,13 @@ class ForkServer:
         self._wanted: tuple[Fork, ...] = ()
         self._deaths = 0
         self._importing = ""
-        self._heard_mono_s = mono_s()
+        self._own_time = OwnTime()
+        self._heard_s = self._now_s
+
+    @property
+    def _now_s(self) -> float:
+        """It may have been stopped together with this process."""
+        return self._own_time.at(mono_s())
 
     @property
     def pid(self) -> int:
@@ -98,7 +109,7 @@ class ForkServer:
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
-        self._heard_mono_s = mono_s()
+        self._heard_s = self._now_s
         self._wanted += tuple(forks)
         if self._process is None:
             return self._start_again()
@@ -107,16 +118,28 @@ class ForkServer:
     def end(self) -> None:
         """It ends; the ranks go on."""
         process, self._process, self._ready = self._process, None, False
+        if process is not None:
+            process.kill()
         if self._link is not None:
+            deadline_mono_s = mono_s() + END_S
+            while self._link.open and mono_s() < deadline_mono_s:  # ranks that are being forked are known in the end
+                if not self._link.read():
+                    time.sleep(PAUSE_S)
             self._link.close()
         if process is not None:
-            kill_group(process.pid)
+            kill_group(process.pid)  # not collected yet, so the number is still its own
             process.wait()
 
     def _ask(self, forks: Sequence[Fork]) -> None:
         if self._ready and forks:
             assert self._link is not None
-            self._link.tell(to_message(Forks([*map(as_text, forks)])))
+            message = to_message(Forks([*map(as_text, forks)]))
+            if (size := len(json.dumps(message))) > LINE_BYTES_MAX:
+                self._wanted = ()
+                return self.failed(
+                    f"environment and arguments of {len(forks)} processes take {size} bytes, more than {LINE_BYTES_MAX}"
+                )
+            self._link.tell(message)
 
     def look(self) -> float | None:
         """In how many seconds to look again whether it does what it was asked to; None: it has done all."""
@@ -125,18 +148,18 @@ class ForkServer:
         if self._process is None:
             self._start_again()
             return LOOK_S
-        left_s = HUNG_S - (mono_s() - self._heard_mono_s)
+        left_s = HUNG_S - (self._now_s - self._heard_s)
         if left_s <= 0 and (self._ready or is_stopped(self.pid)):
             _log.warning("the fork server (pid %d) has not answered for %g s, and is killed", self.pid, HUNG_S)
             kill_group(self.pid)
         elif left_s <= 0:
-            self._heard_mono_s = mono_s()
+            self._heard_s = self._now_s
             what = self._importing or "what all ranks need"
             _log.warning("the fork server (pid %d) still imports %s, and no rank begins before", self.pid, what)
-        return max(left_s, LOOK_S)
+        return LOOK_S
 
     def _hear(self, said: Importing | Made | Forked | None) -> None:
-        self._heard_mono_s = mono_s()
+        self._heard_s = self._now_s
         match said:
             case Importing(module):
                 self._importing = module
@@ -186,5 +209,5 @@ class ForkServer:
         try:
             self.start()
         except OSError as error:
-            if not is_shortage(error) or (self._wanted and mono_s() - self._heard_mono_s > SHORT_S):
+            if not is_shortage(error) or (self._wanted and self._now_s - self._heard_s > SHORT_S):
                 self.failed(f"no fork server can be started: {error}")

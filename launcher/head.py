@@ -99,7 +99,8 @@ class Head:
         self._events: deque[Event] = deque()
         self._busy = False
         self._size = size
-        self._own_time = OwnTime()  # a launcher may have come while this one was stopped, and has not been heard yet
+        self._own_time = OwnTime()
+        """Of the deadlines: what has happened while this process was stopped, maybe with all ranks, comes after it."""
         self._hosts_due_s = None if keeps else self._own_time.at(mono_s()) + HOSTS_S
 
     def take_over(self, entry: int, step: int) -> None:
@@ -124,7 +125,7 @@ class Head:
             while self._events:
                 event, now_s = self._events.popleft(), mono_s()
                 self._note(event, now_s)
-                for effect in self.core.handle(event, now_s):
+                for effect in self.core.handle(event, self._own_time.at(now_s)):
                     self._carry_out(effect)
         finally:
             self._busy = False
@@ -132,9 +133,8 @@ class Head:
     @property
     def due_in_s(self) -> float | None:
         """When `tick` is wanted."""
-        hosts_look_s = None if self._hosts_due_s is None else self._own_time.look_mono_s(self._hosts_due_s)
-        dues_s = [due_s for due_s in (self.core.deadline_s, hosts_look_s) if due_s is not None]
-        return max(0.0, min(dues_s) - mono_s()) if dues_s else None
+        dues_s = [due_s for due_s in (self.core.deadline_s, self._hosts_due_s) if due_s is not None]
+        return max(0.0, self._own_time.look_mono_s(min(dues_s)) - mono_s()) if dues_s else None
 
     def tick(self) -> None:
         """Time has passed."""

@@ -8,17 +8,13 @@ import logging
 import os
 import select
 import selectors
-import shutil
 import signal
-import socket
-import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lastwords.clock import mono_s, wall_ns
+from lastwords.clock import mono_s
 from lastwords.errors import is_shortage
 from lastwords.launcher.events import (
     Awaited,
@@ -59,7 +55,8 @@ from lastwords.launcher.standby import Standby
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
 from lastwords.liveness.oom_counts import OomCounts
-from lastwords.optim_wrapper.launch.reporter import LAUNCHER
+from lastwords.optim_wrapper.launch.reporter import LAUNCHER, listening, peer
+from lastwords.processor.signals import ASKS
 
 _log = logging.getLogger(__name__)
 
@@ -96,18 +93,12 @@ class Program:
         return os.getcwd() if self.is_module or len(args) < 2 else os.path.dirname(os.path.realpath(str(args[1])))
 
 
-SOCKET_PATH_MAX = 80
-"""Of the directory that temporary ones are made in; a Unix socket's path has room for 107 bytes."""
-
-PREFIX = "lastwords-"
-"""Of the directories with launchers' sockets."""
-
-ABANDONED_S = 60.0
-"""Age from which a socket without a listener is one that a killed launcher has left."""
-
 SHORTAGE_PAUSE_S = 0.5
 SHORTAGE_TRIES_MAX = 120
 """What cannot be done for lack of them is tried again after each pause, so often."""
+
+ABSENT_LOOKS_MAX = 10
+"""For a script that is not there, after each such pause."""
 
 COLLECT_S = 10.0
 """Between two looks for orphans that have ended."""
@@ -115,42 +106,15 @@ COLLECT_S = 10.0
 CHANGED = "{} has been changed since it was loaded, and a job does not go on with another version of its program"
 
 
-def rank_server(backlog: int) -> socket.socket:
-    """Where the ranks of this host come to, in a directory of its own. What killed launchers have left is removed."""
-    short = len(tempfile.gettempdir()) < SOCKET_PATH_MAX
-    parent = Path(tempfile.gettempdir() if short else "/tmp")
-    remove_abandoned(parent)
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(os.path.join(tempfile.mkdtemp(prefix=PREFIX, dir=parent), "agent"))
-    server.listen(backlog)
-    return server
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Sockets of launchers that were killed."""
-    for path in parent.glob(f"{PREFIX}*/agent"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if path.stat().st_uid != os.getuid() or wall_ns() - path.stat().st_mtime_ns < ABANDONED_S * 1e9:
-                continue
-            probe.setblocking(False)  # a launcher that is stopped takes no more connections, and has not ended
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-                path.parent.rmdir()
-
-
 class Host:
     """Belongs to the thread that runs `selector`, whose keys' data are functions to call.
 
-    server: where the ranks come to, a Unix socket in a directory of its own, which is removed in the end. seats: by
-    rank. report: takes what happens to this host's ranks; `obey` is the way back. forks: a fork server that has been
-    started already.
+    seats: by rank. report: takes what happens to this host's ranks; `obey` is the way back. forks: a fork server that
+    has been started already.
     """
 
     def __init__(
         self,
-        server: socket.socket,
         seats: Mapping[int, Seat],
         program: Program,
         selector: selectors.BaseSelector,
@@ -191,7 +155,8 @@ class Host:
         """What is the same in all forks of this generation, and the step that was saved."""
         self._selector = selector
         self._report = report
-        self._server = server
+        self._server, self._name = listening(len(seats))
+        """Where the ranks of this host come to."""
         common = {**os.environ, **_common([seat.env for seat in seats.values()])}
         job = common.get("TORCHELASTIC_RUN_ID", "")
         self._forks = forks or ForkServer(
@@ -228,9 +193,7 @@ class Host:
             link.tell(to_message(Dismissed()))
             link.hang_up()
         self._standby.end()
-        directory = Path(self._server.getsockname()).parent
         self._server.close()
-        shutil.rmtree(directory, ignore_errors=True)
 
     def left(self) -> HowLeft:
         """How the ranks have ended that were there at the `end`. Once, when they have."""
@@ -264,10 +227,15 @@ class Host:
                 self.result = effect
 
     def signal_all(self, number: int) -> None:
-        """Pass a signal on to the ranks of this host. Any thread."""
+        """Pass a signal on to the ranks of this host. Any thread. One that asks for a checkpoint would end those that
+        are not protected yet, and is not for them."""
         for rank, seat in self.seats.items():
-            if seat.proc.returncode is None:
-                self._signal(rank, number)
+            if seat.proc.returncode is not None:
+                continue
+            if number == ASKS and not process_id.is_handled(seat.proc.pid, number):
+                self._say_once(f"rank {rank} does not handle {ASKS.name} yet, and does not get it")
+                continue
+            self._signal(rank, number)
 
     def _end(self, rank: int, number: int) -> None:
         process = self.seats[rank].proc
@@ -284,14 +252,26 @@ class Host:
     # ------------------------------------------------------------------ a generation
 
     def _enter(self, order: Enter) -> None:
-        if (changed := self._files.changed) is not None:
-            return self._report(Lost(CHANGED.format(changed)))
         self._clear_up()
         self.failures.clear()
         self._asked.clear()
         self._left.clear()
         self._to_signal.clear()
         self._tries = 0
+        self._begin_generation(order)
+
+    def _begin_generation(self, order: Enter, looks: int = 1) -> None:
+        """Once the script is there: while it is replaced, or its file system is slow, it may not be for a moment."""
+        if (absent := self._files.absent) is not None:
+            if looks > ABSENT_LOOKS_MAX:
+                return self._lost(f"{absent} is not there any more, so no rank can be started")
+            self._say_once(
+                f"{absent} is not there; it is waited for, {ABSENT_LOOKS_MAX * SHORTAGE_PAUSE_S:g} s at most"
+            )
+            self._later.append((mono_s() + SHORTAGE_PAUSE_S, lambda: self._begin_generation(order, looks + 1)))
+            return
+        if (changed := self._files.changed) is not None:
+            return self._report(Lost(CHANGED.format(changed)))
         more = {
             "TORCHELASTIC_RESTART_COUNT": str(order.generation),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -312,7 +292,7 @@ class Host:
             self._later.append((mono_s() + again_s, self._look_at_forks))
 
     def _spawn_all(self, more: Mapping[str, str], step: int) -> None:
-        environment = {**more, LAUNCHER: f"{step} {self._server.getsockname()}"}
+        environment = {**more, LAUNCHER: f"{step} {self._name}"}
         for rank, seat in self.seats.items():
             self._try(f"no process can be started for rank {rank}", partial(self._spawn, rank, seat, environment))
 
@@ -331,7 +311,7 @@ class Host:
         environment = {**os.environ, **seat.env, **more}
         return Fork(
             rank, environment, argv, self._program.is_module, seat.stdout, seat.stderr, self._program.threads,
-            self._server.getsockname(), step, self.address, os.getpid() if self._program.dies_with_launcher else 0,
+            self._name, step, self.address, os.getpid() if self._program.dies_with_launcher else 0,
             seat.cpus,
         )  # fmt: skip
 
@@ -453,9 +433,12 @@ class Host:
         link, _ = self._server.accept()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         who = _Who()
-        pid, _, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid = peer(link)
         inbox = Inbox(f"process {pid}", lambda message: read(message, Hello | FromRank, who.rank), self._complaints)
         connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
+        if uid not in (os.geteuid(), 0):
+            self._complaints.tell(f"user {uid}", "has come to the socket of this launcher's ranks, and is not heard")
+            connection.close()
         return connection
 
     def _hear(self, who: _Who, link: Connection, report: Hello | FromRank | None) -> None:
@@ -538,14 +521,21 @@ class _Files:
                 self._known[path] = _stamp(path), _digest(path)
 
     @property
+    def absent(self) -> str | None:
+        """The script, where it has been there. Without it no rank could say so itself."""
+        try:
+            if self._script in self._known:
+                _stamp(self._script)
+        except OSError:
+            return self._script
+        return None
+
+    @property
     def changed(self) -> str | None:
         """One that has other contents now. A module that is gone may have been made by a rank."""
         for path, (stamp, digest) in self._known.items():
-            try:
+            with contextlib.suppress(OSError):
                 if _stamp(path) != stamp and _digest(path) != digest:
-                    return path
-            except OSError:
-                if path == self._script:
                     return path
         return None
 

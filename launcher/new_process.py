@@ -30,6 +30,7 @@ from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchEr
 from lastwords.integrations import auto
 from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.import_times import ImportTimes
+from lastwords.launcher.processes import output
 from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
 from lastwords.liveness.parents import die_with_parent
 from lastwords.optim_wrapper.launch import reporter
@@ -104,14 +105,17 @@ def control(one: Fork) -> NoReturn:
 
 
 def _become(one: Fork) -> None:
-    os.setsid()
     if one.dies_with:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != one.dies_with:
             os._exit(1)
     for path, stream in ((one.stdout, 1), (one.stderr, 2)):
         if path:
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                file = output(path)
+            except OSError as error:
+                say(f"lastwords run: rank {one.rank} cannot write {path}, and writes where its launcher does: {error}")
+                continue
             os.dup2(file, stream)
             os.close(file)
     if one.cpus:

@@ -91,7 +91,7 @@ class Seat:
         class Own(SubprocessHandler):
             def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
                 with contextlib.ExitStack() as files:
-                    out, err = (files.enter_context(open(one, "ab")) if one else None for one in paths)
+                    out, err = (files.enter_context(open(output(one), "ab")) if one else None for one in paths)
                     return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
 
         environment = {**self.env, **env}
@@ -99,9 +99,13 @@ class Seat:
         self.proc = own.proc
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """A signal for all processes of its group."""
+        """A signal for all processes of its group, which it leads once it has got so far."""
+        number = death_sig or signal.SIGTERM
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+            try:
+                os.killpg(self.proc.pid, number)
+            except ProcessLookupError:
+                os.kill(self.proc.pid, number)
 
 
 def _cpus_near(device: int, numa_options: Any) -> list[int]:
@@ -111,6 +115,16 @@ def _cpus_near(device: int, numa_options: Any) -> list[int]:
     if (found := getattr(binding, "_get_validated_logical_cpus_to_bind_to", None)) is None:
         raise ConfigError("this release of torch cannot tell lastwords run what --numa-binding means; leave it out")
     return sorted(found(gpu_index=device, numa_options=numa_options))
+
+
+def output(path: str) -> int:
+    """A file to which a rank's output is appended, in a directory that may have been removed meanwhile. OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, flags, 0o666)
 
 
 def ended_badly(pid: int) -> bool:

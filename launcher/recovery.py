@@ -151,14 +151,12 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
     inexact, imports = _inexact(record["events"]), _imports(record["events"])
     saved = _saved(record["step"], incident, record.get("ended", 0), exact=not inexact)
-    if (
-        incident is None
-        and record.get("trained")
-        and "LOST" not in saved
-        and dead.keys() >= {*_ranks(record["events"])}
-    ):
+    if incident is None and record.get("trained") and "LOST" not in saved:
         lost = f"STEPS AFTER {record['step']}" if record["step"] else "ALL STEPS"
-        saved = f"NOT SAVED: {lost} ARE LOST, {saved}"
+        if dead.keys() >= {*_ranks(record["events"])}:
+            saved = f"NOT SAVED: {lost} ARE LOST, {saved}"
+        elif not any(one["what"] == "left" for one in record["events"]):
+            saved = f"{lost} MAY BE LOST, since no rank has said what it saved; {saved}"
     return f"{who}: {', '.join(found)}{imports}; {saved}{inexact}"
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from lastwords.clock import mono_s
+from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
@@ -34,7 +34,7 @@ from lastwords.launcher.events import (
     Updated,
 )
 from lastwords.launcher.forks import ForkServer
-from lastwords.launcher.host import Host, Program, rank_server
+from lastwords.launcher.host import Host, Program
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Done, ToSupervisor
@@ -87,8 +87,9 @@ class Supervisor:
         """With which it ends now."""
         self._ends = False
         """Nothing is healed any more."""
-        self._kill_mono_s = math.inf
-        """When its rank is, which has not ended."""
+        self._own_time = OwnTime()
+        self._kill_s = math.inf
+        """When its rank is, which has not ended; by its own time, as it may have been stopped with this process."""
         take_in_orphans()
         forks = ForkServer(sys.executable, os.environ, selector, f"{cluster.address} {cluster.path}")
         forks.start()  # it imports while this worker may have to wait for its scheduler
@@ -103,7 +104,7 @@ class Supervisor:
         }
         self._seat = Seat(sys.executable, ("-u", *argv), environment, None, None, 0)
         program = Program(sys.executable, is_module, _threads(), dies_with_launcher=True)
-        self._host = Host(rank_server(1), {rank: self._seat}, program, selector, self._report, forks)
+        self._host = Host({rank: self._seat}, program, selector, self._report, forks)
 
     def run(self) -> int:
         """Its exit code."""
@@ -130,8 +131,8 @@ class Supervisor:
     def _tick(self) -> None:
         self._host.tick()
         self._membership.tick()
-        if mono_s() >= self._kill_mono_s:
-            self._kill_mono_s = math.inf
+        if self._own_time.at(mono_s()) >= self._kill_s:
+            self._kill_s = math.inf
             self._host.obey(Kill(self._membership.rank, NOT_ENDED))
 
     @property
@@ -194,7 +195,7 @@ class Supervisor:
         if why:
             say(f"lastwords: {why}")
         if self._runs:
-            self._ends, self._kill_mono_s = True, mono_s() + END_S  # it may be writing a checkpoint
+            self._ends, self._kill_s = True, self._own_time.at(mono_s()) + END_S  # it may be writing a checkpoint
             return self._host.obey(End(self._membership.rank))
         self._end(self._last_code if fails else 0)
 

@@ -34,7 +34,12 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def take_in_orphans() -> None:
-    """From now on this process is the parent of all its descendants whose own parent has ended. OSError."""
+    """From now on this process is the parent of all its descendants whose own parent has ended. OSError. Main thread.
+
+    It waits for them, which it could not where whoever has started it ignores SIGCHLD; nor could its children.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

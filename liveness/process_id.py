@@ -5,6 +5,7 @@ Reads /proc only. `start_ticks` is field 22 of /proc/PID/stat, see proc(5).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -42,6 +43,17 @@ def start_ticks(pid: int) -> int | None:
     if fields[0] in (b"Z", b"X", b"x"):
         return None
     return int(fields[19])
+
+
+def is_handled(pid: int, number: int) -> bool:
+    """Whether this process has a handler for the signal, or ignores it."""
+    handled = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            name, _, mask = line.partition(":")
+            if name in ("SigCgt", "SigIgn"):
+                handled |= int(mask, 16)
+    return bool(handled >> (number - 1) & 1)
 
 
 def exit_code(process: ProcessId) -> int | None:

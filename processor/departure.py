@@ -87,6 +87,8 @@ class Verdict:
     is_cause: bool
     step: int = 0
     """That is saved; 0: none that this rank knows of."""
+    alone: bool = False
+    """No controller has told it."""
 
     @staticmethod
     def controller_lost(rank: int, reason: str) -> Verdict:
@@ -95,7 +97,7 @@ class Verdict:
             f"lastwords: rank {rank}: {reason}; this rank does not know whether a checkpoint was saved "
             "(`lastwords latest PATH` prints the newest one)"
         )
-        return Verdict(EXIT_NOT_SAVED, line, is_cause=True)
+        return Verdict(EXIT_NOT_SAVED, line, is_cause=True, alone=True)
 
 
 def say(line: str) -> None:

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,13 +89,6 @@ def put_aside(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     yield gc.freeze if request.param == "frozen" else lambda: None
     if request.param == "frozen":
         gc.unfreeze()
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder for sockets, whose paths have 107 bytes at most; `tmp_path` holds the names of user and test."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ lists the modules that read the other one. What each of them does after a jump:
     controller/server.py, timeline.py     incidents have both clocks, the wall clock for people
     controller/spans.py                   a recovery is moved as a whole, and lasts as long as it did
     controller/state_file.py              a sign of life is another time, not a later one
-    launcher/host.py                      a launcher that runs keeps its socket
+    launcher/host.py                      a file whose time differs is read again: its contents count
     liveness/leftovers.py                 a job with a living rank keeps its files
     cli/retention_commands.py             only shows ages
     page/server.py, watch.py              only show ages
@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +34,6 @@ from lastwords.checkpoint.retention import Rules, prune
 from lastwords.controller import handover, state_file
 from lastwords.controller.spans import spans_of
 from lastwords.controller.spec import ControllerSpec
-from lastwords.launcher.host import remove_abandoned
 from lastwords.liveness import paths
 from lastwords.liveness.leftovers import remove_dead_job_dirs
 from lastwords.liveness.robust_mutex import LifeLine
@@ -59,7 +57,6 @@ def jumped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """What is read now is off by an hour, compared with what was read before."""
     wall_ns = clock.wall_ns
     monkeypatch.setattr(clock, "wall_ns", lambda: wall_ns() + request.param * 10**9)
-    monkeypatch.setattr("lastwords.launcher.host.wall_ns", clock.wall_ns)
 
 
 class BackwardsError(AssertionError):
@@ -139,17 +136,6 @@ def test_the_file_of_a_controller_that_runs_stays(tmp_path: Path) -> None:
     path = handover.run_file_path("127.0.0.1", 30051, root=tmp_path)
     handover.RunFile(path, record).update(stage="watching", live=2, progress=1)
     handover.remove_dead_run_files(root=tmp_path)
-    assert path.exists()
-
-
-@pytest.mark.usefixtures("jumped")
-def test_the_socket_of_a_launcher_that_runs_stays(short_path: Path) -> None:
-    path = short_path / "lastwords-lives" / "agent"
-    path.parent.mkdir()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-        server.listen()
-        remove_abandoned(short_path)
     assert path.exists()
 
 

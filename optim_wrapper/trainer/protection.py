@@ -72,7 +72,7 @@ class Protection:
             world.rank,
             self._recorded_exit,
             self._leave_controller,
-            healed=lambda: self._launcher is not None and not self._launcher.dismissed,
+            healed=lambda: self._launcher is not None and self._launcher.heals,
             tell=self._tell_verdict,
         )
         self._agent: Agent | None = None
@@ -278,7 +278,7 @@ class Protection:
     def _tell_verdict(self, verdict: Verdict) -> None:
         if self._launcher is not None:
             ended = 0 if self._agent is None else self._agent.stand.ended_step
-            self._launcher.left(verdict.step, self._record, ended)
+            self._launcher.left(verdict.step, self._record, ended, alone=verdict.alone)
 
     def _watch_launcher(self, launcher: Reporter) -> None:
         if (pid := launcher.launcher_pid) is None:

@@ -13,7 +13,7 @@ from lastwords.controller import handover
 from lastwords.controller.handover import RunFile, RunRecord, run_file_path
 from lastwords.controller.predecessors import await_publications
 from lastwords.controller.spec import ControllerSpec
-from lastwords.errors import UnavailableError
+from lastwords.errors import BusyError, UnavailableError
 from lastwords.liveness import process_id
 from tests import golden
 from tests.checkpoint.states import Job
@@ -84,6 +84,25 @@ def test_on_the_same_host_a_run_file_says_that_an_incident_is_on(tmp_path: Path,
 
     await_publications(spec(tmp_path), shm_root=tmp_path, sleep=sleep)
     assert bool(slept) is waits
+
+
+@pytest.mark.parametrize("job", ["mine", "other"])
+def test_a_job_whose_ranks_have_outlived_their_launcher_is_not_started_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    ticks = process_id.start_ticks(os.getpid()) or 0
+    log = str(spec(tmp_path).log_path)
+    record = RunRecord("127.0.0.1:30050", os.getpid(), ticks, "mine", 1, "token", log)
+    file = RunFile(run_file_path("127.0.0.1", 30050, root=tmp_path), record)
+    file.update(stage="watching", live=2, progress=0)
+    if job == "other":
+        return await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=refuse)
+    await_publications(spec(tmp_path), shm_root=tmp_path, sleep=lambda _: file.remove())  # they have just been killed
+    file = RunFile(run_file_path("127.0.0.1", 30050, root=tmp_path), record)
+    file.update(stage="watching", live=2, progress=0)
+    monkeypatch.setattr(handover, "LIVE_GRACE_S", 0.0)
+    with golden.raises(BusyError):
+        await_publications(spec(tmp_path), shm_root=tmp_path, sleep=lambda _: None)
 
 
 @pytest.mark.parametrize("job", ["mine", "other"])

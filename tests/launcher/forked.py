@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Lines
 from lastwords.launcher.processes import RankProcess
+from lastwords.optim_wrapper.launch.reporter import listening
 from tests.integration.programs import PR_SET_CHILD_SUBREAPER, prctl
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ class Forks:
         self.server.made, self.server.failed = self._made, lambda why: self.failures.append(why)
         self.failures: list[str] = []
         self.processes: list[RankProcess] = []
-        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener, self._name = listening(1)
 
     @classmethod
     @contextlib.contextmanager
@@ -73,8 +73,6 @@ class Forks:
     def __enter__(self) -> Self:
         Forks.alive += 1
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._listener.bind(str(self.directory / "agent"))
-        self._listener.listen()
         self.server.start()
         return self
 
@@ -112,8 +110,7 @@ class Forks:
         self.heard()
         variables = {**self.environment, "RANK": "1", **env}
         paths = [str(self.directory / f"{self.count}.{stream}") for stream in ("out", "err")]
-        report = self._listener.getsockname()
-        self.server.fork([Fork(1, variables, argv, is_module, *paths, threads, report, 0, "", 0)])
+        self.server.fork([Fork(1, variables, argv, is_module, *paths, threads, self._name, 0, "", 0)])
         while len(self.processes) < self.count:
             assert not self.failures, self.failures
             self.turn()

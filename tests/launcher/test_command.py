@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ from lastwords.errors import ConfigError
 from lastwords.launcher import agent as agent_module
 from lastwords.launcher import command
 from lastwords.launcher.agent import HANDLED, HealingAgent
-from lastwords.launcher.host import ABANDONED_S, HowLeft, Program, remove_abandoned
+from lastwords.launcher.host import HowLeft, Program
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from lastwords.processor.signals import UNHANDLED_STOPS
 from tests import golden
@@ -115,7 +113,7 @@ class Agent(HealingAgent):
 
 
 @pytest.fixture
-def torchs(monkeypatch: pytest.MonkeyPatch, short_path: Path, handlers: None) -> Shutdown:
+def torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, handlers: None) -> Shutdown:
     def start(agent: object, group: object) -> dict[int, int]:
         for name in os.environ[HANDLED].split(","):
             signal.signal(signal.Signals[name], _terminate_process_handler)
@@ -126,7 +124,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch, short_path: Path, handlers: None) ->
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *arguments, **more: shutdown(*arguments, **more))
     host = SimpleNamespace(left=lambda: HowLeft({0: 75}, 31, None))
     monkeypatch.setattr(agent_module, "_Round", lambda *_: SimpleNamespace(host=host, end=lambda: None))
-    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(HANDLED, "SIGTERM,SIGHUP,SIGUSR2,SIGXCPU")
     return shutdown
 
@@ -219,19 +217,3 @@ def test_spares_are_accepted_and_do_nothing(tmp_path: Path, capfd: pytest.Captur
     with pytest.raises(ConfigError):
         command.run(["--spares", "2", "--nproc-per-node", "0", str(script)])
     golden.says(capfd.readouterr().err)
-
-
-def test_sockets_of_killed_launchers_are_removed_and_no_others(short_path: Path) -> None:
-    servers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-    for server, name in zip(servers, ("lives", "killed", "begins"), strict=True):
-        (short_path / f"lastwords-{name}").mkdir()
-        server.bind(str(short_path / f"lastwords-{name}" / "agent"))
-    servers[0].listen()
-    servers[1].close()
-    long_ago_s = time.time() - 2 * ABANDONED_S
-    for name in ("lives", "killed"):
-        os.utime(short_path / f"lastwords-{name}" / "agent", (long_ago_s, long_ago_s))
-    remove_abandoned(short_path)
-    for server in servers:
-        server.close()
-    assert sorted(path.name for path in short_path.iterdir()) == ["lastwords-begins", "lastwords-lives"]

@@ -282,6 +282,14 @@ def test_what_is_heard_of_a_rank_after_its_end_makes_nobody_end() -> None:
     assert ranks_of(effects_of(core, Tick(), now_s=LEAVE_S), Kill) == []
 
 
+def test_one_that_has_lost_its_controller_does_not_say_that_the_others_have_no_more_to_save() -> None:
+    core = training()
+    effects_of(core, Ended(1, KILLED), Left(0, ended=7, alone=True), Ended(0, 76))
+    assert ranks_of(effects_of(core, Tick(), now_s=2 * LEAVE_S), Kill) == []
+    effects_of(core, Left(2, 7), now_s=3 * LEAVE_S)
+    assert ranks_of(effects_of(core, Tick(), now_s=4 * LEAVE_S), Kill) == [2]
+
+
 def test_one_that_comes_to_the_end_of_its_loop_when_others_have_left_has_no_more_time_for_it() -> None:
     core = training()
     begins(core, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import selectors
@@ -22,6 +23,7 @@ from lastwords.launcher.fork_messages import Fork, Forked, Made
 from lastwords.launcher.forks import DEATHS_MAX, ForkServer
 from lastwords.launcher.protocol import read
 from lastwords.liveness.parents import MEANT_FOR_RANKS
+from lastwords.liveness.process_id import is_stopped
 from tests import golden
 from tests.integration.faults import is_gone
 from tests.integration.harness import Cluster
@@ -179,6 +181,27 @@ def test_a_fork_server_that_is_stopped_is_replaced(
         golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
 
 
+def test_a_fork_server_that_imports_for_long_is_named_and_one_that_is_stopped_meanwhile_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    with Forks.anywhere() as served:
+        old = served.server.pid
+        served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)])
+        with monkeypatch.context() as impatient:
+            impatient.setattr(forks, "HUNG_S", 0.0)
+            served.server.look()
+            os.kill(old, signal.SIGSTOP)
+            until(lambda: is_stopped(old), "it is stopped")
+            served.server.look()
+        while not served.processes:
+            served.turn()
+        assert served.processes[0].wait(60) == 0
+        assert served.server.pid != old
+        golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
+
+
 def test_signals_for_all_processes_of_a_job_are_not_for_a_fork_server_and_forks_have_none_of_that(
     tmp_path: Path,
 ) -> None:
@@ -193,6 +216,68 @@ def test_signals_for_all_processes_of_a_job_are_not_for_a_fork_server_and_forks_
         assert served.server.pid == pid
         assert sorted(done.out.split("'")[1::2])[0] == str(int(signal.SIG_DFL)), done
         assert str(int(signal.SIG_IGN)) not in done.out.split("'")[1::2], done
+
+
+def test_the_end_of_a_fork_server_is_not_that_of_the_ranks_it_has_forked_and_all_of_them_are_known(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(600)")
+    with Forks.anywhere() as served:
+        served.ready()
+        fork = Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)
+        served.server.fork([dataclasses.replace(fork, rank=rank) for rank in range(1, 4)])
+        served.turn()  # one of them, maybe not yet in a session of its own
+        served.server.end()
+        served.server.end()
+        assert served.processes
+        assert {one.poll() for one in served.processes} == {None}
+        for one in served.processes:
+            os.kill(one.pid, signal.SIGTERM)  # also if it is not as far as to have its own handlers
+        assert {one.wait(60) for one in served.processes} == {-signal.SIGTERM}
+        assert not [one for one in processes() if str(script) in command_line(one)], (
+            "nor is there one that nobody knows"
+        )
+
+
+def test_what_is_too_long_to_be_said_to_a_fork_server_is_named_and_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "LINE_BYTES_MAX", 1000)
+    with Forks.anywhere() as served:
+        served.ready()
+        served.server.fork([Fork(1, {"LONG": "x" * 1000}, ["train.py"], False, "", "", 1, "", 0, "", 0)])
+        golden.says(served.failures)
+        assert served.server.look() is None, "nothing is wanted any more"
+
+
+def test_the_directory_of_a_ranks_output_is_made_anew_and_where_that_fails_it_writes_where_its_launcher_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, logs = tmp_path / "train.py", tmp_path / "logs"
+    script.write_text("print('ran')")
+    with Forks.anywhere() as served:
+        served.ready()
+        for file in (logs / "0" / "stdout.log", script / "stdout.log"):
+            served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, str(file), "", 1, "", 0, "", 0)])
+            served.turn()
+            while not served.processes:
+                served.turn()
+            assert served.processes.pop().wait(60) == 0
+    assert (logs / "0" / "stdout.log").read_text() == "ran\n"
+    spoken = capfd.readouterr()
+    assert spoken.out.count("ran\n") == 1
+    golden.says(spoken.err)
+
+
+def test_where_the_ends_of_children_are_ignored_a_launcher_hears_of_them_all_the_same() -> None:
+    """A shell's `trap '' CHLD` is inherited, and the kernel collects whatever ends."""
+    program = (
+        "import signal, subprocess\nfrom lastwords.liveness.parents import take_in_orphans\n"
+        "take_in_orphans()\nprint(subprocess.run(['sh', '-c', 'exit 7']).returncode)"
+    )
+    command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout == "7\n"
 
 
 def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_many(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,7 @@ from lastwords.launcher.protocol import (
 from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.state.running import program_files
 from tests import golden
+from tests.integration.programs import PR_SET_CHILD_SUBREAPER, prctl
 
 
 class Clock:
@@ -106,12 +108,9 @@ class TestHost(Host):
         self.script.write_text("import os, sys; sys.exit(40 + int(os.environ['RANK']) + len(sys.argv))")
         self.events: list[Event] = []
         self.asked = Forks()
-        self.server = socket.socket(socket.AF_UNIX)
-        self.server.bind(str(directory / "agent"))
-        self.server.listen()
         seats = {rank: self.seat(rank) for rank in range(2)}
         program = Program(sys.executable, is_module=False, threads=3)
-        super().__init__(self.server, seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
+        super().__init__(seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
 
     def seat(self, rank: int) -> Seat:
         return Seat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})
@@ -150,9 +149,9 @@ def selector() -> Iterator[selectors.BaseSelector]:
 
 
 @pytest.fixture
-def host(short_path: Path, clock: Clock, selector: selectors.BaseSelector) -> Iterator[TestHost]:
-    host = TestHost(short_path, selector)
-    with contextlib.closing(host.server):
+def host(tmp_path: Path, clock: Clock, selector: selectors.BaseSelector) -> Iterator[TestHost]:
+    host = TestHost(tmp_path, selector)
+    with contextlib.closing(host._server):
         yield host
         if host.process.pid and host.process.poll() is None:
             os.kill(host.process.pid, signal.SIGKILL)
@@ -171,7 +170,7 @@ def test_all_ranks_are_asked_for_at_once_with_what_each_of_them_is(host: TestHos
     assert (first.rank, second.rank, first.step, first.threads, first.address) == (0, 1, 31, 3, "node-1")
     assert [*first.argv] == [str(host.script), "--lr", "1"]
     assert not first.is_module
-    assert first.report == host.server.getsockname()
+    assert f"\0{first.report}".encode() == host._server.getsockname()
     told = ("RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "PATH")
     assert [second.environment[name] for name in told] == ["1", "4000", "7", "True", os.environ["PATH"]]
     assert first.dies_with == 0
@@ -199,9 +198,48 @@ def test_a_script_that_was_changed_ends_the_job_and_is_named(host: TestHost) -> 
     (lost,) = host.events
     assert isinstance(lost, Lost)
     golden.says(lost.why.replace(str(host.script), "<script>"))
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_script_that_is_not_there_for_a_moment_is_waited_for(host: TestHost, clock: Clock, comes: bool) -> None:
+    """While an editor saves it, say, or a file system of another host is slow."""
+    text = host.script.read_text()
+    host.obey(Enter(0))
     host.script.unlink()
-    host.obey(Enter(2))
-    assert host.events == [lost, lost], "nor one that is gone"
+    host.obey(Enter(1))
+    for _ in range(module.ABSENT_LOOKS_MAX):
+        assert len(host.asked.asked) == 1
+        assert host.events == []
+        clock.now_s += module.SHORTAGE_PAUSE_S
+        if comes:
+            host.script.write_text(text)
+        host.tick()
+        if comes:
+            break
+    assert len(host.asked.asked) == 1 + comes
+    if not comes:
+        (lost,) = host.of(Lost)
+        golden.says(lost.why.replace(str(host.script), "<script>"))
+
+
+def test_a_rank_that_would_be_ended_by_the_wish_for_a_checkpoint_does_not_get_it(
+    host: TestHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.begin()
+    host.has("sleep", "60")
+    host.signal_all(signal.SIGUSR1)
+    golden.says("\n".join(caplog.messages))
+    script = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\nprint(flush=True)\n"
+    handles = subprocess.Popen([sys.executable, "-c", f"{script}signal.pause()"], stdout=subprocess.PIPE)
+    assert handles.stdout is not None
+    handles.stdout.read(1)
+    with unittest.mock.patch.object(host.process, "pid", handles.pid):
+        host.signal_all(signal.SIGUSR1)
+    assert handles.wait() == 7
+    handles.stdout.close()
+    host.signal_all(signal.SIGTERM)
+    host.until(Ended)
+    assert [one.code for one in host.of(Ended)] == [-signal.SIGTERM]
 
 
 def test_ranks_that_cannot_be_forked_now_are_forked_later_and_the_others_run(host: TestHost, clock: Clock) -> None:
@@ -265,6 +303,43 @@ def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.Monkey
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
             one.wait()
+
+
+def test_what_a_ranks_own_children_have_started_ends_with_them() -> None:
+    """Each is an orphan only once the one that has started it has been ended."""
+    before = orphans.children()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        child = "sh -c 'sleep 600 & echo $!; wait'"
+        leader = subprocess.Popen(["sh", "-c", f"{child} & wait"], start_new_session=True, stdout=subprocess.PIPE)
+        assert leader.stdout is not None
+        grandchild = int(leader.stdout.readline())
+        leader.kill()
+        leader.wait()
+        leader.stdout.close()
+        assert [*orphans.end_orphans({leader.pid}, before)] == []
+        with pytest.raises(ProcessLookupError):
+            os.kill(grandchild, 0)
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_how_a_fork_has_ended_is_known_though_it_is_that_of_whoever_forks_others_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    waitid, looks = os.waitid, [ChildProcessError(), ChildProcessError()]
+
+    def look(*of: Any) -> Any:
+        if looks:
+            raise looks.pop()
+        return waitid(*of)
+
+    monkeypatch.setattr(os, "waitid", look)
+    process = subprocess.Popen(["sh", "-c", f"exit {code}"])
+    waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert ended_badly(process.pid) is bool(code)
+    assert process.wait() == code
 
 
 def test_a_process_that_outlives_its_rank_is_named_once(
@@ -577,6 +652,17 @@ def test_what_is_left_of_an_earlier_generation_is_not_heard(host: TestHost, told
         stranger.kill()
         stranger.wait()
     assert host.events == []
+
+
+def test_of_the_processes_of_another_user_nothing_is_heard(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = module.peer
+    monkeypatch.setattr(module, "peer", lambda link: (peer(link)[0], 4711))
+    with pytest.raises(BrokenPipeError):
+        Told(host)
+    assert host.events == []
+    golden.says("\n".join(caplog.messages))
 
 
 def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(

@@ -34,6 +34,7 @@ from lastwords.launcher.events import (
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Complaints, Connection, Inbox, Lines, send
 from lastwords.launcher.protocol import PROTOCOL, FromHost, Introduction, ToHost, read, to_message
+from lastwords.launcher.roster import LEAVE_S
 from tests import golden
 from tests.launcher.test_scheduler import reset
 
@@ -223,6 +224,23 @@ def test_a_launcher_that_came_while_the_head_was_stopped_is_not_missed(monkeypat
     assert job.head.due_in_s is None
     other.end()
     job.listener.end()
+
+
+def test_a_rank_is_not_killed_for_the_time_in_which_the_whole_job_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, told = [0.0], list[Effect]()
+    monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
+    one = Head(2, 0, "127.0.0.1")
+    one.has_host(range(2), told.append)
+    for event in (Ready(0), Ready(1), Guarded(0), Guarded(1), Ended(1, -9), Left(0, 7)):
+        one.hear(event)
+    now_s[0] += 2 * LEAVE_S
+    one.tick()
+    assert Kill not in map(type, told)
+    while Kill not in map(type, told):
+        assert one.due_in_s is not None
+        now_s[0] += one.due_in_s
+        one.tick()
+    assert now_s[0] > 2.9 * LEAVE_S
 
 
 def test_where_all_launchers_have_come_none_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

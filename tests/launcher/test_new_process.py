@@ -209,6 +209,20 @@ def test_settings_that_come_too_late_are_named_by_one_rank(forks: Forks, tmp_pat
         golden.says(done.err)
 
 
+def test_settings_of_the_compiler_the_log_and_a_preloaded_hub_come_too_late_and_others_do_not(tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").touch()
+    script = tmp_path / "train.py"
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "HF_HOME", "TRANSFORMERS_CACHE", "MY_SETTING")
+    script.write_text(
+        f"import os\nos.environ.update(dict.fromkeys({names}, 'x'))\n"
+        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', lacks='')"
+    )
+    with Forks(tmp_path, preload=["datasets"]) as hub:
+        done = hub.run(str(script), LOCAL_RANK="0")
+    assert done.code == 0
+    golden.says(done.err)
+
+
 def test_a_safe_search_path_stays_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     (tmp_path / "beside.py").touch()

@@ -64,7 +64,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (4, "83b1ec2480cba7dc")
+FORM = (5, "2228a96c15abc1a3")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -127,11 +127,8 @@ def test_what_a_worker_is_told_comes_through(said: ToRank | ToSupervisor) -> Non
 class Launcher:
     """Where a rank's words go to, and what is answered."""
 
-    def __init__(self, directory: Path) -> None:
-        self.path = str(directory / "agent")
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(self.path)
-        self._server.listen()
+    def __init__(self) -> None:
+        self._server, self.name = reporter.listening(1)
         self._lines = Lines()
 
     @functools.cached_property
@@ -156,8 +153,8 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    one = Launcher(tmp_path_factory.mktemp("l"))
+def launcher() -> Iterator[Launcher]:
+    one = Launcher()
     yield one
     one.end()
 
@@ -171,12 +168,13 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.over(), Over(RANK)),
     (lambda one: one.left(7, Path("/logs"), 8), Left(RANK, 7, "/logs", 8)),
     (lambda one: one.left(0, None), Left(RANK)),
+    (lambda one: one.left(0, None, 8, alone=True), Left(RANK, ended=8, alone=True)),
     (lambda one: one.raised("ValueError: x", lasting=True), Raised("ValueError: x", lasting=True)),
 ]
 
 
 def test_what_a_rank_says_by_hand_is_understood_with_all_its_fields(launcher: Launcher) -> None:
-    one = Reporter(launcher.path, RANK, step=7)
+    one = Reporter(launcher.name, RANK, step=7)
     for say, _ in SAYINGS:
         say(one)
     assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), *(said for _, said in SAYINGS)]
@@ -186,7 +184,7 @@ def test_what_a_rank_says_by_hand_is_understood_with_all_its_fields(launcher: La
 
 def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
     """A loop that comes after that begins anywhere."""
-    one = Reporter(launcher.path, RANK, step=7)
+    one = Reporter(launcher.name, RANK, step=7)
     assert one.goes_on_at == 7
     one.begun(7, "", lacks="")
     assert one.goes_on_at == 0
@@ -204,7 +202,7 @@ def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
 def test_a_rank_asks_for_a_controller_and_understands_the_answer(
     launcher: Launcher, answers: tuple[ToRank, ...], found: object
 ) -> None:
-    one, got = Reporter(launcher.path, RANK), list[object]()
+    one, got = Reporter(launcher.name, RANK), list[object]()
     asks = threading.Thread(target=lambda: got.append(one.controller(["{}"], {"A": "b"}, "log")))
     asks.start()
     launcher.says(*answers)
@@ -217,7 +215,7 @@ def test_a_rank_asks_for_a_controller_and_understands_the_answer(
 
 
 def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
-    one = Reporter(launcher.path, RANK)
+    one = Reporter(launcher.name, RANK)
     one.updated()
     launcher.says(Refused("it speaks another version"))
     with golden.raises(ConfigError):
@@ -225,7 +223,7 @@ def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
 
 
 def test_a_rank_knows_the_launcher_and_whether_that_ends(launcher: Launcher) -> None:
-    one = Reporter(launcher.path, RANK)
+    one = Reporter(launcher.name, RANK)
     assert not one.dismissed
     assert one.launcher_pid == os.getpid()
     launcher.says(ControllerAnswer(1))
@@ -236,7 +234,7 @@ def test_a_rank_knows_the_launcher_and_whether_that_ends(launcher: Launcher) -> 
 
 def test_a_rank_that_has_to_know_whether_the_launcher_ends_does_not_wait_for_its_word(launcher: Launcher) -> None:
     """All others would wait for this rank; for an answer it waits as before."""
-    one, got = Reporter(launcher.path, RANK), list[object]()
+    one, got = Reporter(launcher.name, RANK), list[object]()
     one.updated()
     looks = threading.Thread(target=lambda: got.append(one.dismissed), daemon=True)
     looks.start()
@@ -251,8 +249,10 @@ def test_a_rank_that_has_to_know_whether_the_launcher_ends_does_not_wait_for_its
     assert got == [False, 7]
 
 
-def test_where_the_launcher_has_ended_nothing_is_said_and_nobody_waits(launcher: Launcher) -> None:
-    one = Reporter(launcher.path, RANK)
+def test_where_the_launcher_has_ended_nobody_waits_and_people_are_told_once(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Reporter(launcher.name, RANK)
     one.updated()
     launcher.hears()
     launcher.end()
@@ -260,14 +260,29 @@ def test_where_the_launcher_has_ended_nothing_is_said_and_nobody_waits(launcher:
         say(one)
     assert one.controller([], {}, "log") is None
     assert not one.dismissed
-    never = Reporter(f"{launcher.path}-of-another", RANK)
-    never.updated()
+    never = Reporter(f"{launcher.name}-of-another", RANK)
+    for _ in range(2):
+        never.updated()
     assert never.launcher_pid is None
+    assert not never.heals
+    golden.says(capfd.readouterr().err)
+
+
+def test_nobody_else_is_taken_for_the_launcher_nor_for_a_rank(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An abstract name has no permissions, and whoever is there first after its owner's end has it."""
+    peer = reporter.peer
+    monkeypatch.setattr(reporter, "peer", lambda link: (peer(link)[0], 4711))
+    one = Reporter(launcher.name, RANK)
+    one.updated()
+    assert not launcher.link.recv(1), "it is told nothing"
+    golden.says(capfd.readouterr().err)
 
 
 def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "_reporter", None)
-    monkeypatch.setenv(reporter.LAUNCHER, f"7 {launcher.path}")
+    monkeypatch.setenv(reporter.LAUNCHER, f"7 {launcher.name}")
     monkeypatch.setenv("RANK", str(RANK))
     one = reporter.reporter()
     assert one is not None

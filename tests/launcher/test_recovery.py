@@ -101,6 +101,16 @@ def test_where_all_die_at_once_it_says_that_steps_are_lost_and_not_where_none_wa
         recovery.entered(0, 10.0)
 
 
+def test_where_no_survivor_has_said_what_it_saved_steps_may_be_lost() -> None:
+    """Their words may not have come: as far as the launcher knows all has gone well."""
+    said = []
+    for step in (31, 0):
+        recovery = training()
+        recovery.died(1, KILLED, 20.0)
+        said.append(sentence(json.dumps({**again(recovery), "step": step}), None))
+    golden.says("\n".join(said))
+
+
 def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_those_that_follow() -> None:
     recovery = training()
     recovery.died(1, KILLED, 20.0)

@@ -9,7 +9,6 @@ import os
 import select
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -212,16 +211,15 @@ def run_as(monkeypatch: pytest.MonkeyPatch, name: str | None, argv: list[str]) -
 
 @pytest.mark.parametrize("order", [End(1), Kill(1, "late")])
 def test_a_rank_that_is_told_to_end_while_it_is_forked_ends_and_nobody_else(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch, order: End | Kill
+    monkeypatch: pytest.MonkeyPatch, order: End | Kill
 ) -> None:
     """Until then there is no process of it, whose number is 0: that of a whole process group."""
     kill, signals = os.kill, list[tuple[int, int]]()
     forks: Any = SimpleNamespace(pid=1, fork=lambda _: None, look=lambda: None)
     seat = Seat(sys.executable, ("-u", "train.py"), {})
-    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
-        server.bind(str(short_path / "agent"))
+    with selectors.DefaultSelector() as selector:
         program = Program(sys.executable, is_module=False, threads=1)
-        host = Host(server, {1: seat}, program, selector, lambda _: None, forks)
+        host = Host({1: seat}, program, selector, lambda _: None, forks)
         host.obey(Enter(0))
         with subprocess.Popen(["sleep", "1000"]) as child, monkeypatch.context() as patched:
             patched.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))

@@ -36,7 +36,7 @@ from lastwords.launcher.protocol import (
 from lastwords.launcher.refusal import EXIT_BUSY, EXIT_REFUSED
 from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.launch import reporter
-from lastwords.optim_wrapper.launch.reporter import LAUNCHER, PROTOCOL, Reporter
+from lastwords.optim_wrapper.launch.reporter import LAUNCHER, PROTOCOL, Reporter, listening
 from lastwords.optim_wrapper.trainer import run as run_module
 from lastwords.optim_wrapper.trainer.register import TFTRegister
 from lastwords.optim_wrapper.trainer.run import ProtectedRun
@@ -109,11 +109,9 @@ def test_a_process_group_from_before_run_is_refused_where_another_process_will_t
 class Launcher:
     """The other end of one rank's link."""
 
-    def __init__(self, directory: Path) -> None:
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(str(directory / "agent"))
-        self._server.listen()
-        self.rank = Reporter(str(directory / "agent"), RANK, step=31)
+    def __init__(self) -> None:
+        self._server, name = listening(1)
+        self.rank = Reporter(name, RANK, step=31)
         self._link: socket.socket | None = None
         self._lines = Lines()
 
@@ -138,8 +136,8 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(short_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(short_path)
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
     yield launcher
     launcher.close()
 
@@ -173,7 +171,7 @@ def test_a_launcher_that_has_gone_stops_no_rank(launcher: Launcher) -> None:
     launcher.link.close()
     launcher.close()
     launcher.rank.over()
-    late = Reporter(launcher.rank._path, RANK)
+    late = Reporter(launcher.rank._name, RANK)
     for one in (late, launcher.rank):
         one.left(7, None)
         assert one.controller([], {}, "log") is None
@@ -186,10 +184,12 @@ def test_a_launcher_that_ends_says_so_and_one_that_is_killed_does_not(launcher: 
     launcher.rank.updated()
     launcher.heard()
     assert not launcher.rank.dismissed
+    assert launcher.rank.heals
     if dismissed:
         launcher.say(Dismissed())
     launcher.link.close()
     assert launcher.rank.dismissed is dismissed
+    assert not launcher.rank.heals
 
 
 def test_two_threads_that_ask_for_a_controller_get_each_its_own(launcher: Launcher) -> None:
@@ -242,7 +242,7 @@ def test_a_rank_that_could_not_be_forked_finds_its_launcher_in_the_environment_a
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert reporter.reporter() is None
-    monkeypatch.setenv(LAUNCHER, f"31 {launcher.rank._path}")
+    monkeypatch.setenv(LAUNCHER, f"31 {launcher.rank._name}")
     monkeypatch.setenv("RANK", str(RANK))
     found = reporter.reporter()
     assert found is not None

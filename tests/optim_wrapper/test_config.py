@@ -141,7 +141,7 @@ def test_what_can_be_set_is_not_taken_for_a_mistake(caplog: pytest.LogCaptureFix
     others |= {"LASTWORDS_REMOTE": "s3://bucket/job", "LASTWORDS_SHARED_FROM_MB": "64"}
     others |= {"LASTWORDS_ON_INCIDENT": "./page.sh", "LASTWORDS_LOG": "text"}
     assert {*others, *DEFAULTS} - {"OTHER"} == set(config.variables())
-    of_the_launcher = {LAUNCHER: "0 /tmp/launcher/ranks"}
+    of_the_launcher = {LAUNCHER: "0 lastwords-7-0a1b"}
     Config.from_env(**GOOD, environ={**others, **of_the_launcher, **dict.fromkeys(DEFAULTS, "5")})
     assert caplog.records == []
 
