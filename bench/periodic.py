@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import lastwords
-from lastwords.processor.writers import Writers
+from lastwords.processor.saver import Writers
 
 try:
     import torch_checkpointing

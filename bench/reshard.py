@@ -45,14 +45,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.boxes import Box, slices_for
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish
 from lastwords.checkpoint.reshard.strategy import strategy_of
-from lastwords.checkpoint.reshard_plan import slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.integrations.dcp import LastWordsReader
 from lastwords.optim_wrapper.capture.recorder import StepRecorder

@@ -48,8 +48,7 @@ from lastwords.controller.events import (
     Tick,
     Verified,
 )
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import Owner, StateFile
+from lastwords.controller.handover import ControllerSpec, Owner, StateFile
 from lastwords.launcher.events import Begun, Effect, Ended, Left, Ready, Updated
 from lastwords.launcher.events import Event as LauncherEvent
 from lastwords.launcher.head import Head

@@ -30,8 +30,7 @@ import numpy as np
 
 from lastwords.checkpoint import layout, publish
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.part import UnitState, write_part
-from lastwords.checkpoint.shares import share_of
+from lastwords.checkpoint.part import UnitState, share_of, write_part
 from lastwords.checkpoint.system import Os
 from lastwords.vocabulary import UNIT_REPLICATED, Share
 

@@ -2,29 +2,131 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.chunk_reader import Piece, read_file
 from lastwords.checkpoint.direct_io import Bytes, as_bytes
-from lastwords.checkpoint.entries import Entry
-from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.glance import check_name, glance
-from lastwords.checkpoint.manifest import Claimed, Manifest, read_published
-from lastwords.checkpoint.opened import OpenedFiles, check_file
-from lastwords.checkpoint.partfile import check_sizes
-from lastwords.checkpoint.reader_lock import ReaderLock
-from lastwords.checkpoint.retry import NO_FILE, patiently
-from lastwords.checkpoint.slice_reader import StoredTensor
-from lastwords.checkpoint.system import REAL_OS, Os, storage_error
-from lastwords.errors import CheckpointError, IncompleteError, StorageError
+from lastwords.checkpoint.entries import Entry, FileEntry, UnitEntry
+from lastwords.checkpoint.format import Header, TensorSpec
+from lastwords.checkpoint.lock_file import ReaderLock
+from lastwords.checkpoint.manifest import Claimed, Manifest, check_name, glance, read_published
+from lastwords.checkpoint.part import check_header, check_sizes
+from lastwords.checkpoint.slice_reader import Piece, StoredTensor, read_file
+from lastwords.checkpoint.system import (
+    NO_FILE,
+    REAL_OS,
+    Os,
+    close,
+    patiently,
+    storage_error,
+    storage_errors,
+    where_it_leads,
+)
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, MismatchError, ReplacedError, StorageError
+
+# The files of a published checkpoint, each checked when something of it is wanted, and the tensors in them.
+
+
+def check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) -> Header:
+    """Header of a file, held against the manifest. Errors as of `check_header`."""
+    return check_header(
+        directory,
+        entry,
+        manifest.tensors_of(entry),
+        rank=layout.PartPath.parse(entry.path, where=str(directory)).rank,
+        global_step=manifest.global_step,
+        os=os,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFile:
+    """A file whose size and header have been checked: its chunks' sums, and where its tensors begin and end in it."""
+
+    entry: FileEntry
+    places: dict[str, tuple[TensorSpec, int, int]]
+
+
+class Run(NamedTuple):
+    """A tensor in a file, or a slice of one. begin: of its first byte. offsets: of a slice in the tensor."""
+
+    file: str
+    spec: TensorSpec
+    begin: int
+    offsets: tuple[int, ...]
+
+
+class OpenedFiles:
+    """Files of one checkpoint. Any thread. Raises IncompleteError, FormatError or StorageError for what is wrong."""
+
+    def __init__(self, path: Path, manifest: Manifest, os: Os) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._os = os
+        self._heads = {entry.path: entry for entry in manifest.files}
+        self._opened: dict[str, OpenedFile] = {}
+        self._lock = threading.Lock()
+
+    def open_all(self) -> None:
+        """Check size and header of every file."""
+        for file in self._heads:
+            self.open(file)
+
+    def open(self, file: str) -> OpenedFile:
+        """The file, whose size and header have been checked."""
+        with self._lock:
+            opened = self._opened.get(file)
+            if opened is None:
+                head = self._heads[file]
+                header = check_file(self._path, self._manifest, head, self._os)
+                specs = self._manifest.tensors_of(head)
+                places = {name: (spec, *header.tensors[name][1:]) for name, spec in specs.items()}
+                opened = self._opened[file] = OpenedFile(self._manifest.with_chunks(head), places)
+            return opened
+
+    def find(self, name: str) -> tuple[TensorSpec, list[Run]]:
+        """A tensor, and its slices in their order; IncompleteError if there is none of that name."""
+        entry = self._owner_of(name)
+        if entry is None:
+            raise self._no_tensor(name)
+        if not (isinstance(entry, UnitEntry) and entry.shares):
+            run = self._run(name, entry.file, name)
+            return run.spec, [run]
+        whole = entry.wholes.get(name)
+        if whole is None:
+            raise self._no_tensor(name)
+        files = [one.file for one in entry.shares]
+        return whole.spec, [self._run(name, files[one.share], one.spec.name, one.offsets) for one in whole.pieces]
+
+    def _run(self, name: str, file: str, stored: str, offsets: tuple[int, ...] = ()) -> Run:
+        place = self.open(file).places.get(stored)
+        if place is None:
+            raise self._no_tensor(name)
+        return Run(file, *place[:2], offsets)
+
+    def _no_tensor(self, name: str) -> IncompleteError:
+        return IncompleteError(f"{self._path} has no tensor {name!r}", missing=(name,))
+
+    def _owner_of(self, name: str) -> Entry | None:
+        """What has a tensor, if anything has: its unit, or its rank's local state."""
+        try:
+            parsed = layout.parse_tensor_name(name)
+        except FormatError:
+            return None
+        if isinstance(parsed, layout.UnitTensorName):
+            return self._manifest.units.get(parsed.unit)
+        return self._manifest.locals.get(parsed.rank)
+
 
 logger = logging.getLogger(__name__)
 
@@ -412,3 +514,100 @@ def _errors(
 def _after(before: int, progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
     """Progress of one file, told as progress of all."""
     return None if progress is None else lambda done: progress(before + done)
+
+
+# Reading a checkpoint that somebody else may replace meanwhile: told from damage, and tried once more.
+
+T = TypeVar("T")
+
+Stamp = tuple[int, ...]
+
+
+def read_checkpoint(path: Path, read: Callable[[Checkpoint], T], os: Os = REAL_OS, *, checked: bool = True) -> T:
+    """`read(checkpoint)` of the checkpoint at `path`, or of the newest complete one in it.
+
+    If that fails and another checkpoint lies there by then, it is done once more, with that one: `read` has to begin
+    anew. checked: `read` holds all that it uses against checksums; otherwise its success counts only if nothing was
+    replaced. Raises ReplacedError if the second one was replaced too, and whatever `read` raises.
+    """
+    try:
+        return _read_once(path, read, os, checked)
+    except ReplacedError as error:
+        logger.warning("%s; reading it again", error)
+    return _read_once(path, read, os, checked)
+
+
+def find_checkpoint(path: Path, os: Os = REAL_OS) -> Path:
+    """`path` itself if it is a checkpoint, else the newest complete one in it. IncompleteError if there is none."""
+    if os.exists(path / layout.MANIFEST_NAME) or _is_named(path):
+        return path
+    newest = latest(path, os=os)
+    if newest is None:
+        raise IncompleteError(
+            f"there is no complete checkpoint at {path} or in it; see what is there with `lastwords inspect {path}`",
+            missing=(str(path),),
+        )
+    return newest
+
+
+def _is_named(path: Path) -> bool:
+    """Whether the path, or what it leads to, has a checkpoint's name."""
+    return any(layout.CheckpointName.parse(name) is not None for name in (path.name, where_it_leads(path).name))
+
+
+def _read_once(path: Path, read: Callable[[Checkpoint], T], os: Os, checked: bool) -> T:
+    found = find_checkpoint(path, os)
+    before = stamp_of(found, os) if found == path else stamp_of_chosen(found, os)
+    with damage_told_from_replacement(found, before, os), open_checkpoint(found, os) as checkpoint:
+        result = read(checkpoint)
+    if not checked:
+        refuse_replaced(found, before, os)
+    return result
+
+
+@contextlib.contextmanager
+def damage_told_from_replacement(directory: Path, before: Stamp | None, os: Os = REAL_OS) -> Iterator[None]:
+    """ReplacedError for an error of reading, if what lies at `directory` is not what had the stamp `before`."""
+    try:
+        yield
+    except MismatchError:
+        raise
+    except CheckpointError as error:
+        refuse_replaced(directory, before, os, error)
+        raise
+
+
+def stamp_of(path: Path | None, os: Os = REAL_OS) -> Stamp | None:
+    """What tells a checkpoint, or a file, from another one that takes its place; None if there is none."""
+    if path is None:
+        return None
+    if os.leads_to_directory(path):
+        path = path / layout.MANIFEST_NAME
+    try:
+        fd = os.open_read(path)
+    except OSError:  # told by whoever reads it
+        return None
+    try:
+        with storage_errors("looking at", path):
+            return os.stamp(fd)
+    finally:
+        close(fd, path, os)
+
+
+def stamp_of_chosen(path: Path, os: Os = REAL_OS) -> Stamp | None:
+    """As `stamp_of`, of a checkpoint that was seen to be there: ReplacedError if it is gone."""
+    stamp = stamp_of(path, os)
+    if stamp is None and not os.exists(path):
+        raise ReplacedError(
+            f"{path} has been removed since it was chosen; nothing is damaged (if other hosts still see it, check that "
+            "its disk is mounted here)"
+        )
+    return stamp
+
+
+def refuse_replaced(
+    directory: Path, before: Stamp | None, os: Os = REAL_OS, why: CheckpointError | None = None
+) -> None:
+    """ReplacedError if what lies at `directory` is not what had the stamp `before`."""
+    if before is not None and stamp_of(directory, os) != before:
+        raise ReplacedError(f"{directory} was replaced or removed while it was read; nothing is damaged") from why

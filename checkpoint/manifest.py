@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,23 @@ from lastwords.checkpoint.document import (
     damage,
     decode_document,
     encode_document,
+    lines_of,
     read_document,
     told,
 )
 from lastwords.checkpoint.entries import (
+    Cause,
     Entry,
     FileEntry,
     LocalEntry,
+    Reason,
     UnitEntry,
     apart,
     by_name,
     by_rank,
     entries,
+    facts_problem,
+    merged,
     meta_problem,
     owners_contradiction,
     shares_problem,
@@ -36,16 +41,23 @@ from lastwords.checkpoint.entries import (
     unpacked,
 )
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.meta_checks import facts_problem
-from lastwords.checkpoint.part import Part
-from lastwords.checkpoint.part_tables import Heads, Lazy, PartTables
-from lastwords.checkpoint.reason import Reason
-from lastwords.checkpoint.retry import NO_FILE
-from lastwords.checkpoint.run_facts import RunFacts
+from lastwords.checkpoint.meta import MANIFEST_FORMAT, RunFacts
+from lastwords.checkpoint.part import (
+    Heads,
+    Lazy,
+    LocalHead,
+    LocalSummary,
+    Part,
+    PartHead,
+    PartTables,
+    UnitHead,
+    check_present,
+    check_sizes,
+)
 from lastwords.checkpoint.storable import pack
-from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.checkpoint.versions import MANIFEST_FORMAT
+from lastwords.checkpoint.system import NO_FILE, REAL_OS, Os, storage_errors
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.vocabulary import Share
 
 
 class Kind(enum.Enum):
@@ -352,3 +364,210 @@ def read_published(directory: Path, os: Os = REAL_OS) -> Manifest:
     if problem is not None:
         raise FormatError(damage(directory / layout.MANIFEST_NAME, problem))
     return manifest
+
+
+# The manifest of a checkpoint, made of its parts' descriptions and of what the controller knows beside them.
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """What the controller knows about a checkpoint beside its parts.
+
+    writers: the ranks whose parts belong to it. local_ranks: those whose local state should be in it;
+    lost_locals: for each rank whose local state is lost, why. facts: added to those of the writers.
+    """
+
+    job: str
+    generation: int
+    incident: int
+    attempt: int
+    global_step: int
+    world_size: int
+    writers: tuple[int, ...]
+    reason: str
+    cause_ranks: tuple[int, ...] = ()
+    lost_locals: Mapping[int, str] = field(default_factory=dict)
+    parent_job: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_manifest(
+    incident: Incident, parts: Sequence[Part] | Sequence[PartHead], *, published_unix_ns: int
+) -> Manifest:
+    """Manifest of verified parts. AssertionError if they contradict each other, since they were verified.
+
+    Of heads only, it leaves the tables in each part.json.
+    """
+    heads = [PartHead.of(part) if isinstance(part, Part) else part for part in parts]
+    units = {unit: entry for part in heads for unit, entry in part.units.items()}
+    locals_ = {rank: entry for part in heads for rank, entry in part.locals.items()}
+    reasons: list[Reason] = []
+    for rank in range(incident.world_size):
+        local = locals_.get(rank)
+        if local is None:
+            why = incident.lost_locals.get(rank, "it was not written")
+            reasons.append(Reason(why, Cause.LOCAL_STATE_LOST, (rank,)))
+        elif not local.exact:
+            reasons += [reason.of_rank(rank) for reason in local.reasons or (Reason("no reason given"),)]
+    for unit, entry in sorted(units.items()):
+        # The writer's own: a step cut off between update and end leaves, for one, a scheduler that has not moved.
+        reasons += [Reason(reason, unit=Share.parse(unit).unit) for reason in entry.reasons]
+    epoch, step = next(
+        ((part.epoch, part.step) for part in heads if part.epoch != layout.EPOCH_UNKNOWN),
+        (layout.EPOCH_UNKNOWN, incident.global_step),
+    )
+    if epoch == layout.EPOCH_UNKNOWN:
+        reasons += _unnamed(incident.global_step, locals_)
+    listed = _in_one_file([part for part in parts if isinstance(part, Part)])
+    if listed is None:
+        listed = _left_in_parts(heads, incident.global_step)
+    manifest = Manifest(
+        job=incident.job,
+        parent_job=incident.parent_job,
+        generation=incident.generation,
+        incident=incident.incident,
+        attempt=incident.attempt,
+        global_step=incident.global_step,
+        epoch=epoch,
+        step=step,
+        world_size=incident.world_size,
+        reason=incident.reason,
+        cause_ranks=tuple(sorted(incident.cause_ranks)),
+        published_unix_ns=published_unix_ns,
+        **listed,
+        exact=not reasons,
+        reasons=merged(reasons),
+        facts=merge_facts(incident.facts, heads),
+    )
+    problem = contradiction(manifest)
+    assert problem is None, problem
+    return manifest
+
+
+def _in_one_file(parts: Sequence[Part]) -> dict[str, Any] | None:
+    """Tables that are gathered in the manifest; None without parts."""
+    if not parts:
+        return None
+    units = {unit: entry for part in parts for unit, entry in part.units.items()}
+    locals_ = {rank: entry for part in parts for rank, entry in part.locals.items()}
+    return {
+        "files": tuple(part.file for part in parts),
+        "units": dict(sorted(together(units).items())),
+        "locals": dict(sorted(locals_.items())),
+    }
+
+
+def _left_in_parts(parts: Sequence[PartHead], global_step: int) -> dict[str, Any]:
+    """What a manifest says of parts that keep their tables."""
+    units = {unit: UnitHead(part.rank, one.holders) for part in parts for unit, one in part.units.items()}
+    locals_ = {
+        rank: LocalHead(part.rank, one.exact, one.reasons) for part in parts for rank, one in part.locals.items()
+    }
+    files = {
+        part.rank: replace(part.file, chunks=(), part_bytes=part.part_bytes, part_sum=part.part_sum) for part in parts
+    }
+    heads = Heads(dict(sorted(units.items())), dict(sorted(locals_.items())), files)
+    tables = PartTables(Path(), heads, global_step, REAL_OS)  # only to be encoded: nothing is read through it
+    return {
+        "files": tuple(files.values()),
+        "units": tables.units,
+        "locals": tables.locals,
+    }
+
+
+def _unnamed(global_step: int, locals_: Mapping[int, LocalSummary]) -> list[Reason]:
+    """Why a resume after a step without a name is not exact; nothing where the loop gives names to no step."""
+    said = [after for rank in sorted(locals_) if (after := locals_[rank].after) is not None]
+    if any(after == () for after in said):
+        return []
+    last = next((f" (last reported: epoch {a[0]}, step {a[1]})" for a in said if a), "")
+    return [
+        Reason(
+            f"global step {global_step} was saved before the training loop had reported its epoch and "
+            f"step{last}; continue by global step"
+        )
+    ]
+
+
+def merge_facts(own: Mapping[str, Any], parts: Sequence[PartHead]) -> dict[str, Any]:
+    """Facts of the lowest writer, with what other writers see differently under "by_rank"."""
+    merged: dict[str, Any] = dict(parts[0].facts)
+    differing = {
+        str(part.rank): {
+            key: value for key, value in part.facts.items() if merged.get(key) != value or key not in merged
+        }
+        for part in parts[1:]
+    }
+    merged.update(own)
+    different = {rank: facts for rank, facts in differing.items() if facts}
+    if different:
+        merged["by_rank"] = different
+    return merged
+
+
+# Whether a checkpoint of very many ranks can be the newest one, at a cost that hardly grows with it.
+
+EXAMINED_BYTES_MAX = 64 << 10
+"""Of a manifest up to here everything is decoded in a few milliseconds, so it gets no mere glance."""
+
+SIZES_MAX = 256
+"""So many files are opened for a look at their sizes; of more it is only seen that their directories are there, unless
+every file is asked for: then its name and size are looked at, and it is not opened."""
+
+_KEYS = (*(field.name for field in fields(Claimed)), "tables_in_parts", "facts")
+_RANK_DIR = re.compile(rb'"path":"(rank_[0-9]+)/')
+
+
+def glance(directory: Path, os: Os, *, every_file: bool = False) -> Claimed | None:
+    """What the manifest of a large checkpoint says of itself, and truly so: its checksum is right.
+
+    None for a small one, or where there is no manifest: `load.examine` says more of those. IncompleteError, FormatError
+    or StorageError for one that cannot be used. Files that are damaged are found by whoever reads them. every_file: the
+    presence and size of each, however many there are; 16 384 of them take a second.
+    """
+    path = directory / layout.MANIFEST_NAME
+    try:
+        raw = read_document(path, os)
+    except FileNotFoundError:
+        return None
+    if len(raw) <= EXAMINED_BYTES_MAX:
+        return None
+    content = decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=_KEYS)
+    with told(path):
+        claimed = typed(content, Claimed, "")
+        described = typed(content["tables_in_parts"], bool, "tables_in_parts")
+        problem = facts_problem(unpacked(content["facts"], "facts"))
+        if problem is not None:
+            raise FormatError(problem)
+    names = set(_RANK_DIR.findall(lines_of(raw, ("files",))))
+    _check_presence(directory, {name.decode("ascii") for name in names}, os)
+    few = len(names) <= SIZES_MAX
+    if few or every_file:
+        listed = decode_document(raw, where=path, version_max=MANIFEST_FORMAT, only=("files",))
+        with told(path):
+            files = typed(listed["files"], tuple[FileEntry, ...], "files")
+            if any(bool(entry.part_sum) != described for entry in files):
+                raise FormatError("it does not say of each file where its tables are")
+        for entry in files:
+            (check_sizes if few else check_present)(directory, entry, os)
+    check_name(directory, claimed.global_step)
+    return claimed
+
+
+def _check_presence(directory: Path, names: set[str], os: Os) -> None:
+    with storage_errors("listing", directory):
+        missing = sorted(names.difference(os.listdir(directory)))
+    if missing:
+        raise IncompleteError(
+            f"{directory / missing[0]} is missing; restore it or use another checkpoint", missing=tuple(missing)
+        )
+
+
+def check_name(directory: Path, global_step: int) -> None:
+    """FormatError for a checkpoint that has the name of another step."""
+    name = layout.CheckpointName.parse(directory.name)
+    if name is not None and name.global_step != global_step:
+        raise FormatError(
+            f"{directory} holds a checkpoint of global step {global_step}: the directory was renamed; give it its own "
+            "name back"
+        )

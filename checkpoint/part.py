@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.codec import Number, Positive, brief, typed
+from lastwords.checkpoint.cuts import plan_sum, split
 from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, DirectWriter, as_bytes
 from lastwords.checkpoint.document import (
     DOCUMENT_BYTES_MAX,
+    damage,
     decode_document,
     encode_document,
     in_steps,
@@ -21,20 +25,33 @@ from lastwords.checkpoint.document import (
     told,
 )
 from lastwords.checkpoint.entries import (
+    Entry,
     FileEntry,
     LocalEntry,
+    Reason,
     UnitEntry,
     by_name,
     by_rank,
+    by_unit,
     entries,
+    facts_problem,
     local_summary,
+    meta_problem,
     owners_contradiction,
+    together,
     unit_summary,
     unpacked,
 )
-from lastwords.checkpoint.format import METADATA_KEY, TensorSpec, encode_header, file_order
-from lastwords.checkpoint.meta import EMPTY_UNIT, FileContent, LocalMeta, UnitMeta
-from lastwords.checkpoint.reason import Reason
+from lastwords.checkpoint.format import (
+    METADATA_KEY,
+    Header,
+    TensorSpec,
+    decode_header,
+    encode_header,
+    file_order,
+    header_length,
+)
+from lastwords.checkpoint.meta import EMPTY_UNIT, FILE_FORMAT, PART_FORMAT, FileContent, LocalMeta, UnitMeta
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -43,11 +60,179 @@ from lastwords.checkpoint.system import (
     make_directories,
     make_directory,
     pwrite_all,
+    storage_error,
     storage_errors,
     sync_directory,
 )
-from lastwords.checkpoint.versions import FILE_FORMAT, PART_FORMAT
-from lastwords.errors import ConfigError, StorageError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.vocabulary import Share
+
+# Checking one .ckpt file against what the manifest (or part.json) says of it.
+
+
+def open_part_file(path: Path, entry: FileEntry, os: Os) -> int:
+    """Descriptor of the file, whose size is right. IncompleteError if it is missing, FormatError if truncated."""
+    try:
+        fd = os.open_read(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(path, entry) from error
+    except OSError as error:
+        raise storage_error("opening", path, error) from error
+    try:
+        with storage_errors("reading", path):
+            size = os.size(fd)
+        _check_size(path, size, entry)
+    except BaseException:
+        close(fd, path, os)
+        raise
+    return fd
+
+
+def check_present(directory: Path, entry: FileEntry, os: Os) -> None:
+    """As `check_sizes`, by a look at the names alone: nothing is opened, so that thousands of files take no time."""
+    _check_present(directory / entry.path, entry, os)
+    if entry.part_sum:
+        _check_present(
+            directory / entry.description, replace(entry, path=entry.description, bytes=entry.part_bytes), os
+        )
+
+
+def _check_present(path: Path, entry: FileEntry, os: Os) -> None:
+    try:
+        size = os.size(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(path, entry) from error
+    except OSError as error:
+        raise storage_error("looking at", path, error) from error
+    _check_size(path, size, entry)
+
+
+def _missing(path: Path, entry: FileEntry) -> IncompleteError:
+    return IncompleteError(f"{path} is missing; restore it or use another checkpoint", missing=(entry.path,))
+
+
+def _check_size(path: Path, size: int, entry: FileEntry) -> None:
+    if size != entry.bytes:
+        kind = "truncated" if size < entry.bytes else "too long"
+        raise FormatError(damage(path, f"it is {kind}: {size} bytes where the manifest says {entry.bytes}"))
+
+
+def open_description(directory: Path, entry: FileEntry, os: Os) -> int:
+    """As `open_part_file`, the part.json beside a file whose entry says how long that is."""
+    described = replace(entry, path=entry.description, bytes=entry.part_bytes)
+    return open_part_file(directory / entry.description, described, os)
+
+
+def check_sizes(directory: Path, entry: FileEntry, os: Os) -> None:
+    """IncompleteError or FormatError unless the file, and what describes it, are there and have the right sizes."""
+    close(open_part_file(directory / entry.path, entry, os), directory / entry.path, os)
+    if entry.part_sum:
+        close(open_description(directory, entry, os), directory / entry.path, os)
+
+
+def read_exactly(fd: int, count: int, offset: int, path: Path, os: Os) -> bytes:
+    """`count` bytes at `offset`; FormatError if the file ends before."""
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    done = 0
+    with storage_errors("reading", path):
+        while done < count:
+            got = os.preadv(fd, [view[done:]], offset + done)
+            if got == 0:
+                raise FormatError(damage(path, f"it ends at byte {offset + done}"))
+            done += got
+    return bytes(buffer)
+
+
+def read_header(
+    fd: int, directory: Path, entry: FileEntry, specs: Mapping[str, TensorSpec], *, rank: int, global_step: int, os: Os
+) -> Header:
+    """Header of an open file, checked against the file's size, the step, its checksum and the listed tensors."""
+    path = directory / entry.path
+    where = str(path)
+    length = header_length(read_exactly(fd, 8, 0, path, os), file_bytes=entry.bytes, where=where)
+    raw = read_exactly(fd, length, 0, path, os)
+    header = decode_header(raw, file_bytes=entry.bytes, where=where)
+    # The step comes before the checksum: "of another step" says more than "damaged".
+    _check_metadata(header, where, rank=rank, global_step=global_step)
+    if length != entry.header_bytes or xxhash.xxh3_64_hexdigest(raw) != entry.header_sum:
+        raise FormatError(damage(where, "its header does not match its checksum"))
+    found = {name: (spec.dtype, spec.shape) for name, (spec, _, _) in header.tensors.items()}
+    listed = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
+    if found != listed:
+        names = sorted(name for name in found.keys() | listed.keys() if found.get(name) != listed.get(name))
+        raise FormatError(damage(where, f"its tensors are not those of the manifest, first {names[0]!r}"))
+    return header
+
+
+def read_lone_header(path: Path, os: Os = REAL_OS) -> Header:
+    """Header of any safetensors file, checked against its size only: no manifest, step or checksum is known."""
+    try:
+        fd = os.open_read(path)
+    except OSError as error:
+        raise storage_error("opening", path, error) from error
+    try:
+        with storage_errors("reading", path):
+            size = os.size(fd)
+        length = header_length(read_exactly(fd, min(8, size), 0, path, os), file_bytes=size, where=str(path))
+        return decode_header(read_exactly(fd, length, 0, path, os), file_bytes=size, where=str(path))
+    finally:
+        close(fd, path, os)
+
+
+def check_header(
+    directory: Path,
+    entry: FileEntry,
+    specs: Mapping[str, TensorSpec],
+    *,
+    rank: int,
+    global_step: int,
+    os: Os = REAL_OS,
+) -> Header:
+    """Opens the file and checks size and header; the data are not read."""
+    fd = open_part_file(directory / entry.path, entry, os)
+    try:
+        return read_header(fd, directory, entry, specs, rank=rank, global_step=global_step, os=os)
+    finally:
+        close(fd, directory / entry.path, os)
+
+
+def check_unchanged(directory: Path, entry: FileEntry, os: Os = REAL_OS) -> None:
+    """Size and header's checksum once more, cheaply, for a file that `check_header` has seen before."""
+    path = directory / entry.path
+    fd = open_part_file(directory / entry.path, entry, os)
+    try:
+        raw = read_exactly(fd, min(entry.header_bytes, entry.bytes), 0, path, os)
+    finally:
+        close(fd, path, os)
+    if xxhash.xxh3_64_hexdigest(raw) != entry.header_sum:
+        raise FormatError(damage(path, "its header does not match its checksum"))
+
+
+def _check_metadata(header: Header, where: str, *, rank: int, global_step: int) -> None:
+    text = header.metadata.get(METADATA_KEY)
+    if text is None:
+        raise FormatError(damage(where, "it was not written by lastwords: its metadata lack the key 'lastwords'"))
+    try:
+        content = json.loads(text)
+        version, found_rank, found_step = content["format"], content["rank"], content["global_step"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(damage(where, "its metadata cannot be read")) from error
+    if type(version) is int and version > FILE_FORMAT:
+        raise FormatError(
+            f"{where} was written by a newer lastwords, format {version}; this one reads up to {FILE_FORMAT}; upgrade"
+        )
+    if found_step != global_step:
+        raise FormatError(
+            f"{where} is of global step {found_step}, the manifest is of step {global_step}; a file of another "
+            "checkpoint was put here: restore the right file or use another checkpoint"
+        )
+    if found_rank != rank:
+        raise FormatError(
+            f"{where} was written by rank {found_rank}, not by rank {rank}; restore the right file or use another "
+            "checkpoint"
+        )
+
 
 TensorSource = Buffer | Callable[[], Buffer]
 """A tensor's bytes, contiguous: a buffer that stays as it is until `write_part` returns, or a function that is called
@@ -283,3 +468,236 @@ def read_part(rank_dir: Path, os: Os = REAL_OS) -> Part:
     """part.json of one writer; FileNotFoundError, FormatError or StorageError."""
     path = rank_dir / layout.PART_NAME
     return Part.decode(read_document(path, os), path)
+
+
+# What one of several writers writes of a unit (see `cuts`).
+
+
+def share_of(state: UnitState, share: Share) -> UnitState:
+    """A share of a unit, for `write_part`. What is no tensor is in the first share."""
+    if share.count == 1:
+        return state
+    shares = split(share.unit, [spec for spec, _ in state.tensors], share.count)
+    sources = [source for _, source in state.tensors]
+    tensors = [(cut.spec, _slice(sources[cut.tensor], cut.begin, cut.end)) for cut in shares[share.index]]
+    meta = state.meta
+    if share.index:
+        meta = replace(EMPTY_UNIT, optimizer=meta.optimizer, holders=meta.holders, reasons=meta.reasons)
+    return UnitState(tensors, meta, plan_sum([cut.spec for cut in one] for one in shares), state.version)
+
+
+def _slice(source: TensorSource, begin: int, end: int) -> TensorSource:
+    if callable(source):
+        return lambda: as_bytes(source())[begin:end]
+    return as_bytes(source)[begin:end]
+
+
+# What publication needs of a part: all of part.json but the tables, at a cost that no tensor adds to.
+
+_KEYS = ("rank", "global_step", "epoch", "step", "job", "file", "facts", "summary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSummary:
+    """holders: the ranks that held the unit; None if its writer did not say. reasons: why it is not exact.
+
+    plan: of a share, as of `UnitEntry`.
+    """
+
+    holders: tuple[Number, ...] | None = None
+    reasons: tuple[str, ...]
+    plan: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSummary:
+    """after: epoch and step that the loop had named last, () if it names none, None if that was not recorded."""
+
+    exact: bool
+    reasons: tuple[Reason, ...]
+    after: tuple[Number, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartHead(Written):
+    """A part without its tables. part_bytes, part_sum: of part.json itself, 0 and "" if it was not read from there."""
+
+    units: Mapping[str, UnitSummary]
+    locals: Mapping[int, LocalSummary]
+    facts: Mapping[str, Any]
+    part_bytes: int = 0
+    part_sum: str = ""
+
+    @staticmethod
+    def of(part: Part) -> PartHead:
+        """Head of a part that is in memory."""
+        units = {unit: typed(unit_summary(one), UnitSummary, unit) for unit, one in part.units.items()}
+        locals_ = {rank: typed(local_summary(one), LocalSummary, f"rank {rank}") for rank, one in part.locals.items()}
+        place = part.rank, part.global_step, part.epoch, part.step
+        return PartHead(*place, part.job, part.file, units, locals_, part.facts)
+
+    @staticmethod
+    def decode(raw: bytes, where: Path) -> PartHead:
+        """FormatError if it is damaged or newer than this code."""
+        content = decode_document(raw, where=where, version_max=PART_FORMAT, only=_KEYS)
+        with told(where):
+            summary = typed(content["summary"], dict[str, Any], "summary")
+            content["units"] = by_name(summary.get("units"), "summary.units")
+            content["locals"] = by_rank(summary.get("locals"), "summary.locals")
+            content["facts"] = unpacked(content["facts"], "facts")
+            itself = {"part_bytes": len(raw), "part_sum": xxhash.xxh3_64_hexdigest(raw)}
+            return typed(content | itself, PartHead, "")
+
+
+def read_part_head(rank_dir: Path, os: Os = REAL_OS) -> PartHead:
+    """part.json of one writer without its tables; FileNotFoundError, FormatError or StorageError."""
+    path = rank_dir / layout.PART_NAME
+    return PartHead.decode(read_document(path, os), path)
+
+
+# The tables of a large checkpoint, which stay in its writers' part.json and are read when somebody asks for them.
+#
+# What a reader needs to choose a checkpoint, and to find who wrote what, stands in the manifest. The rest is looked up
+# here, a writer's part at a time, and held against the manifest: whoever reads one rank's share opens one rank's
+# files.
+
+K = TypeVar("K")
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitHead:
+    """Who wrote a unit, and who held it (None: the writer did not say)."""
+
+    writer: Number
+    holders: tuple[Number, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHead:
+    """Who wrote a rank's local state, and why a resume from it is not exact, if it is not."""
+
+    writer: Number
+    exact: bool
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the manifest itself says of units, local states and files, the files by their writers.
+
+    units: by the names under which they are stored, those of their shares.
+    """
+
+    units: Mapping[str, UnitHead]
+    locals: Mapping[int, LocalHead]
+    files: Mapping[int, FileEntry]
+
+
+class PartTables:
+    """Each writer's part of one checkpoint, read once. May be used by any thread."""
+
+    def __init__(self, directory: Path, heads: Heads, global_step: int, os: Os) -> None:
+        self.heads = heads
+        self._directory = directory
+        self._global_step = global_step
+        self._os = os
+        self._read: dict[int, Part] = {}
+        self.shares = by_unit(heads.units)
+        self._joined: dict[str, UnitEntry] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def units(self) -> Lazy[str, UnitEntry]:
+        """KeyError for one that there is not; other errors as of `of`."""
+        return Lazy(self, self.shares, self._unit)
+
+    @property
+    def locals(self) -> Lazy[int, LocalEntry]:
+        """As `units`, by the ranks whose state it is."""
+        return Lazy(self, self.heads.locals, lambda rank: self.of(self.heads.locals[rank].writer).locals[rank])
+
+    def of(self, rank: int) -> Part:
+        """What this rank wrote. IncompleteError, FormatError or StorageError, naming the file."""
+        with self._lock:
+            if rank not in self._read:
+                self._read[rank] = self._checked(rank)
+            return self._read[rank]
+
+    def _unit(self, unit: str) -> UnitEntry:
+        shares = self.shares[unit]
+        found = {str(share): self.of(self.heads.units[str(share)].writer).units[str(share)] for share in shares}
+        if unit in found:
+            return found[unit]
+        with self._lock:
+            if unit not in self._joined:
+                self._joined[unit] = self._together(unit, found)
+            return self._joined[unit]
+
+    def _together(self, unit: str, found: Mapping[str, UnitEntry]) -> UnitEntry:
+        with told(self._directory):
+            whole = together(found)
+            problem = meta_problem(whole, {})
+            if problem is not None:
+                raise FormatError(problem)
+            return whole[unit]
+
+    def head(self, unit: str) -> UnitHead:
+        """What the manifest says of a unit; of one that was shared, of its first share."""
+        return self.heads.units[str(self.shares[unit][0])]
+
+    def forget(self, unit: str) -> None:
+        """Drop from memory what the writers of a unit wrote; it is read again when somebody asks."""
+        with self._lock:
+            self._joined.pop(unit, None)
+            for share in self.shares[unit]:
+                self._read.pop(self.heads.units[str(share)].writer, None)
+
+    def _checked(self, rank: int) -> Part:
+        heads, entry = self.heads, self.heads.files[rank]
+        path = self._directory / layout.rank_dir_name(rank) / layout.PART_NAME
+        fd = open_description(self._directory, entry, self._os)
+        try:
+            raw = read_exactly(fd, entry.part_bytes, 0, path, self._os)
+        finally:
+            close(fd, path, self._os)
+        if xxhash.xxh3_64_hexdigest(raw) != entry.part_sum:
+            raise FormatError(damage(path, "its bytes do not match the checksum in the manifest"))
+        part = Part.decode(raw, path)
+        said = replace(part.file, chunks=(), part_bytes=entry.part_bytes, part_sum=entry.part_sum)
+        if part.rank != rank or said != entry or part.global_step != self._global_step:
+            raise FormatError(damage(path, "it does not describe the file that the manifest names"))
+        units = {unit for unit, head in heads.units.items() if head.writer == rank}
+        locals_ = {owner for owner, head in heads.locals.items() if head.writer == rank}
+        if part.units.keys() != units or part.locals.keys() != locals_:
+            raise FormatError(damage(path, "its units or local states differ from the manifest"))
+        problem = part.contradiction() or meta_problem(part.units, part.locals) or facts_problem(part.facts)
+        if problem is not None:
+            raise FormatError(damage(path, problem))
+        return part
+
+
+class Lazy(Mapping[K, E]):
+    """Units or local states, out of their writers' parts. Names and number are known without reading."""
+
+    def __init__(self, tables: PartTables, names: Collection[K], read: Callable[[K], E]) -> None:
+        self.tables = tables
+        self._names = names
+        self._read = read
+
+    def __getitem__(self, name: K) -> E:
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lazy) and other.tables.heads == self.tables.heads and [*other] == [*self]
+
+    __hash__ = None  # type: ignore[assignment]

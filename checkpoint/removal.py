@@ -16,8 +16,8 @@ import logging
 from pathlib import Path
 
 from lastwords.checkpoint import layout
+from lastwords.checkpoint.lock_file import is_at
 from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, read_manifest
-from lastwords.checkpoint.reader_lock import is_at
 from lastwords.checkpoint.system import Os, close, remove_tree, storage_errors, sync_directory
 from lastwords.errors import BusyError, CheckpointError, FormatError, IncompleteError, ReplacedError, StorageError
 

@@ -10,14 +10,18 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
+import mmap
 import os as posix
 import platform
+import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from lastwords.errors import StorageError
 
@@ -410,3 +414,139 @@ def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None, 
             return bytes(view[:done])
         finally:
             close(fd, path, os)
+
+
+# What a file system refuses may pass in a moment: which refusals, and how often it is asked again.
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSES_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""8 s between tries: a mount that fails over takes longer, a descriptor does not."""
+
+NO_FILE = frozenset((errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG))
+"""What the system says of a thing that is no file, or too large to be the one: it is damage, not a failure to look."""
+
+LASTING = NO_FILE | UNSUPPORTED | {0, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+"""What is refused now is refused again in a moment."""
+
+
+def patiently(what: Callable[[], T], os: Os, level: int = logging.WARNING) -> T:
+    """`what()`, again after growing pauses while it raises a StorageError that may pass; then that error.
+
+    Waits on the caller's thread. level: of what is logged about each try, where that is too common for a warning.
+    """
+    for pause_s in PAUSES_S:
+        try:
+            return what()
+        except StorageError as error:
+            if error.errno in LASTING:
+                raise
+            logger.log(level, "trying again in %s s: %s", pause_s, error)
+            os.pause(pause_s)
+    return what()
+
+
+# What the file system of a checkpoint directory can do, tried at the start with the calls that a death will need.
+
+NO_DIRECT = (
+    "O_DIRECT is not supported: writing goes through the page cache, which is slower and needs memory, and fsync "
+    "takes long (LASTWORDS_SYNC_TIMEOUT_S limits it)"
+)
+NO_DIRECTORY_FSYNC = (
+    "fsync of a directory is not supported: a checkpoint survives the death of its processes, but may not survive "
+    "a power loss soon after"
+)
+NO_LOCKS = "flock is not supported: unfinished files of killed jobs stay until you remove them"
+NO_FALLOCATE = "space cannot be reserved: a full disk is noticed only while a part is written"
+
+
+def probe(root: Path, os: Os = REAL_OS) -> tuple[str, ...]:
+    """What is missing in `root` and what that means, one sentence each; nothing of the probe is left behind.
+
+    Raises StorageError where last words could not be published at all: a directory and a file are created, written,
+    fsynced, and the directory is renamed.
+    """
+    here = root / f".lastwords-probe-{posix.getpid()}-{secrets.token_hex(4)}"
+    renamed = here.with_name(f"{here.name}-renamed")
+    make_directory(here, os)
+    try:
+        missing = _try_file(here / "file", os)
+        missing += _try_directory(here, os)
+        with storage_errors("renaming the directory", here):
+            os.rename(here, renamed)
+        missing += [text for text in _try_directory(root, os) if text not in missing]
+    finally:
+        for directory in (here, renamed):
+            try:
+                remove_tree(directory, os)
+            except StorageError:
+                pass  # what led here matters more, and an empty directory harms nobody
+    return tuple(missing)
+
+
+def _try_file(path: Path, os: Os) -> list[str]:
+    missing: list[str] = []
+    with storage_errors("writing", path):
+        if not _writes_directly(path, os):
+            missing.append(NO_DIRECT)
+            fd = os.create(path.with_name("plain"), direct=False)
+            try:
+                pwrite_all(os, fd, bytes(BLOCK_BYTES))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fd = os.create(path.with_name("other"), direct=False)
+        try:
+            if not _works(lambda: os.try_lock(fd)):
+                missing.append(NO_LOCKS)
+            if not _works(lambda: os.fallocate(fd, BLOCK_BYTES)):
+                missing.append(NO_FALLOCATE)
+        finally:
+            os.close(fd)
+    return missing
+
+
+def _writes_directly(path: Path, os: Os) -> bool:
+    try:
+        fd = os.create(path, direct=True)
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            return False
+        raise
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as aligned, memoryview(aligned) as view:
+            if os.pwrite(fd, view, 0) < BLOCK_BYTES:
+                return False
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _try_directory(path: Path, os: Os) -> list[str]:
+    with storage_errors("making the entries durable of", path):
+        fd = os.open_directory(path)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            return [NO_DIRECTORY_FSYNC]
+        finally:
+            close(fd, path, os)
+    return []
+
+
+def _works(call: Callable[[], object]) -> bool:
+    """Whether the call does not raise OSError; that of a full disk is another matter."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return True

@@ -19,11 +19,10 @@ from lastwords.checkpoint.codec import brief
 from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.partfile import read_lone_header
-from lastwords.checkpoint.remote.address import RemotePath
-from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.part import read_lone_header
+from lastwords.checkpoint.remote.store import RemotePath, os_for
+from lastwords.checkpoint.starts import Unpublished, find_unpublished
 from lastwords.checkpoint.system import where_it_leads
-from lastwords.checkpoint.unpublished import Unpublished, find_unpublished
 from lastwords.cli import reasons, tables
 from lastwords.errors import IncompleteError
 from lastwords.integrations.bars import bar_of

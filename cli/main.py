@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lastwords import __version__, log_lines
-from lastwords.checkpoint.remote.address import place
+from lastwords.checkpoint.remote.store import place
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import (
     drill_command,

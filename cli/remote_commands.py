@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lastwords import log_lines
-from lastwords.checkpoint.remote.address import RemotePath, address_of
+from lastwords.checkpoint.remote.store import RemotePath, address_of
 from lastwords.checkpoint.remote.uploader import Uploader, follow, wait_on
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli.checkpoint_commands import Verdict

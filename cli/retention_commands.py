@@ -14,11 +14,10 @@ from rich.text import Text
 from lastwords import clock
 from lastwords.checkpoint import load, removal, retention
 from lastwords.checkpoint.manifest import Claimed, read_manifest
-from lastwords.checkpoint.remote import record, transfer
-from lastwords.checkpoint.remote.address import RemotePath, place
-from lastwords.checkpoint.remote.store import Store, os_for
+from lastwords.checkpoint.remote import transfer, uploader
+from lastwords.checkpoint.remote.store import RemotePath, Store, os_for, place
+from lastwords.checkpoint.retention import VerifiedOnce
 from lastwords.checkpoint.system import Os
-from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import Verdict
@@ -100,7 +99,7 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     system = os_for([root])
     verified = VerifiedOnce(lambda path: bar_of(path.name, read_manifest(path, system).total_bytes))
     goes_anyway = arguments.not_uploaded or isinstance(root, RemotePath)
-    spared = (lambda _: False) if goes_anyway else record.not_uploaded(root)
+    spared = (lambda _: False) if goes_anyway else uploader.not_uploaded(root)
     jobs = list(dict.fromkeys(arguments.job or _only_job(root, system)))
     try:
         plans = [retention.plan([root], job, rules, system, verified=verified, spared=spared) for job in jobs]

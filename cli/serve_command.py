@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from lastwords.controller.query import split_address
+from lastwords.controller.takeover import split_address
 from lastwords.errors import ConfigError, StorageError
 
 

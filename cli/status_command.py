@@ -15,10 +15,10 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from lastwords.checkpoint.line_file import read_end
+from lastwords.checkpoint.appearing import read_end
 from lastwords.cli import tables
 from lastwords.clock import mono_s
-from lastwords.controller.query import find_controller, query_state
+from lastwords.controller.takeover import find_controller, query_state
 from lastwords.controller.timeline import RECORD_BYTES_MAX, UNREADABLE, sentence
 from lastwords.errors import UnavailableError
 from lastwords.launcher import recovery

@@ -30,9 +30,8 @@ from lastwords import descriptors, log_lines, threads
 from lastwords.controller import handover, takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Remember
+from lastwords.controller.handover import TOKEN_VARIABLE, ControllerSpec, Owner, StateFile
 from lastwords.controller.server import ControllerShell, listen
-from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
-from lastwords.controller.state_file import Owner, StateFile
 from lastwords.errors import BusyError, ConfigError, LastWordsError
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.parents import MEANT_FOR_RANKS

@@ -20,37 +20,50 @@ a bound session. Events and effects are in `lastwords.controller.events`, the in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
 
-from lastwords.controller.closing import Closing
-from lastwords.controller.context import Ended, Resumed
-from lastwords.controller.detection import CERTAIN, death_text, suspicion_text
+from lastwords.controller.context import Ended, JobContext, Resumed
 from lastwords.controller.events import (
     INFO,
     WARNING,
     ControllerOptions,
     Died,
+    Discard,
     Effect,
     EndKnown,
     Event,
     FromRank,
+    Keep,
+    Log,
     NewestKnown,
+    Outcome,
+    Published,
+    PublishFailed,
+    Remember,
     Reply,
     SessionClosed,
+    StartPublish,
     State,
     StorageEvent,
     Tick,
     Watched,
 )
-from lastwords.controller.hang import HangWatch
 from lastwords.controller.incident import TIMERS, Incident
-from lastwords.controller.job_state import JobState
-from lastwords.controller.loop import LoopWatch, Strayed
-from lastwords.controller.membership import Life, Member
+from lastwords.controller.loop import Closing, HangWatch, LoopWatch, Stragglers, Strayed
+from lastwords.controller.membership import (
+    CERTAIN,
+    Gone,
+    Life,
+    Member,
+    Membership,
+    Memory,
+    Registered,
+    death_text,
+    suspicion_text,
+)
 from lastwords.controller.periodic import Periodic
-from lastwords.controller.stragglers import Stragglers
-from lastwords.controller.succession import Succession
 from lastwords.controller.words import ranks_text
 from lastwords.vocabulary import (
     PERIODIC,
@@ -61,6 +74,7 @@ from lastwords.vocabulary import (
     Left,
     LoopBegin,
     PeerDied,
+    Phase,
     Raised,
     Refused,
     Report,
@@ -72,9 +86,253 @@ from lastwords.vocabulary import (
     Settled,
     Signalled,
     Stack,
+    Stand,
     Status,
     Welcome,
 )
+
+# What the controller's shell takes of a core, be it the controller's or another one that answers in its place.
+
+
+class Core(Protocol):
+    """What the shell needs of a core (`controller.core.ControllerCore`)."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
+
+    @property
+    def incident(self) -> int: ...
+
+    @property
+    def outcome(self) -> Outcome | None: ...
+
+    @property
+    def slower(self) -> Mapping[int, float]: ...
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]: ...
+
+
+# What the controller's core consists of, and what it can be asked. Pure; the events are in `controller.core`.
+
+
+class JobState:
+    """The parts of one job's controller, and the queries on them. before: what one that was killed has kept."""
+
+    def __init__(
+        self,
+        world_size: int,
+        generation: int,
+        options: ControllerOptions | None = None,
+        before: Remember | None = None,
+    ) -> None:
+        self._context = JobContext(world_size, generation, options or ControllerOptions())
+        self._members = self._context.members
+        self._timers = self._context.timers
+        self._incident: Incident | None = None
+        self._incident_number = 0
+        self._incident_resumed = 0  # newest one that was a false alarm
+        self._closing = Closing(self._context)
+        self._periodic = Periodic(self._context)
+        self._loop = LoopWatch(self._context, self._closing, self._periodic)
+        self._hang = HangWatch(self._context, before.memory.pace_s if before is not None else 0.0)
+        self._stragglers = Stragglers(self._context)
+        self._succession = Succession(self._context, before)
+        self._started = False
+
+    @property
+    def state(self) -> State:
+        """Where the job stands."""
+        return self._context.state
+
+    @property
+    def incident(self) -> int:
+        """Number of the newest incident, 0 if there was none."""
+        return self._incident_number
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the job ended, once that is decided."""
+        return self._closing.outcome
+
+    @property
+    def members(self) -> Membership:
+        """Who takes part; to be read only."""
+        return self._members
+
+    @property
+    def slower(self) -> Mapping[int, float]:
+        """The ranks that are persistently slower than their peers, and by how much: 0.5 is half as much again."""
+        return self._stragglers.slower
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the next Tick is due; None if nothing is waited for. Before the first event it is due at once."""
+        return self._timers.next_s if self._started else 0.0
+
+    def _current(self, number: int) -> Incident | None:
+        return self._incident if self._incident is not None and self._incident.number == number else None
+
+    def _incident_or_new(self) -> Incident:
+        if self._incident is None:
+            self._incident_number += 1
+            self._incident = Incident(self._context, self._incident_number)
+        return self._incident
+
+    def _remembering(self, effects: list[Effect]) -> list[Effect]:
+        """The effects, preceded by a Remember if the successor needs new state."""
+        wanted, pace_s = self._periodic.wanted, self._hang.kept_pace_s
+        if self._succession.may_wait(effects, self._incident, wanted=wanted, pace_s=pace_s):
+            return effects
+        numbers = Memory(
+            incident=self._incident_number,
+            resumed=self._incident_resumed,
+            periodic=self._periodic.newest,
+            wanted=wanted,
+            pace_s=pace_s,
+            outcome=self._closing.outcome,
+        )
+        kept = self._succession.remember(numbers, self._incident)
+        return effects if kept is None else [kept, *effects]
+
+
+# A controller that was killed is followed by another one: what is kept for it, and how it begins.
+#
+# It knows what `Memory` says and what the ranks repeat. An incident that was open and might have been a false alarm is
+# one: whoever still is in doubt will be again. Any other begins anew, with a number of its own, so that nothing of the
+# old one counts any more; only a checkpoint that was verified, and lacked no more than its name, is published first.
+
+
+class Succession:
+    """What was taken over, as long as it matters, and what is remembered for the next controller."""
+
+    TIMERS = ("absent",)
+
+    def __init__(self, context: JobContext, before: Remember | None) -> None:
+        self._context = context
+        self.before = before
+        self._members: tuple[Registered, ...] = ()
+        self.remembered: Remember | None = None
+        self._absent: set[int] = set()  # ranks that have not come back yet
+        self._attempts: tuple[Discard, ...] = ()  # directories of incidents before
+        self._publishing: StartPublish | None = None
+        if before is not None:
+            self._members = before.members
+            self._attempts, self._publishing = before.memory.attempts, before.memory.publishing
+            self._recall_members(before.memory)
+
+    def _recall_members(self, memory: Memory) -> None:
+        members = self._context.members
+        start = Stand(Phase.COMPUTING, memory.base_step)
+        for rank, known in enumerate(self._members):
+            hello = Hello(rank, members.generation, members.world_size, known.process, known.units, start, known.shared)
+            member = members.admit(hello)
+            member.connected, member.loop_agreed = False, memory.loop
+        members.base_step = memory.base_step
+        members.loop, members.loop_go_sent = memory.loop, memory.loop is not None
+        for gone in memory.gone if self._members else ():  # before all are registered, nobody is known by name
+            members.bury(gone.rank, gone.source)
+            if gone.left is not None:
+                members.leave(Left(gone.rank, members.generation, gone.left))
+        self._absent = set(members.living)
+
+    # ------------------------------------------------------------------ who is back
+
+    def begin(self) -> None:
+        """From now on ranks may come back; those that do not within `lost_confirm_s` are as if they were lost now."""
+        self._context.timers.set("absent", self._context.now_s + self._context.options.lost_confirm_s)
+
+    def is_last_to_return(self, rank: int) -> bool:
+        """A rank is back; True if it was the last one of those that may come."""
+        waited = bool(self._absent)
+        self._absent.discard(rank)
+        if waited and not self._absent:
+            self._context.timers.clear(*self.TIMERS)
+        return waited and not self._absent
+
+    def take_absent(self) -> list[int]:
+        """The ranks that have not come back, sorted; they are not waited for here any more."""
+        absent, self._absent = sorted(self._absent), set()
+        return absent
+
+    # ------------------------------------------------------------------ what the controller before was doing
+
+    def publish_first(self) -> None:
+        """An incident begins anew: what was about to be published needs no rank any more."""
+        if self._publishing is not None:
+            self._context.emit(self._publishing)
+
+    def on_storage(self, event: StorageEvent, incident: Incident) -> None:
+        """About files that this controller has not ordered."""
+        order = self._publishing
+        if order is None or (event.incident, event.attempt) != (order.incident, order.attempt):
+            return
+        if isinstance(event, Published):
+            if incident.verdict is None:
+                incident.saving.discard_all()
+                incident.verdict = Ended(ExitKind.SAVED, order.step, event.path, incident.words())
+        elif isinstance(event, PublishFailed):
+            self._publishing = None
+            self._context.log(
+                WARNING, f"step {order.step} is saved again, since it could not be published: {event.reason}"
+            )
+
+    def clear_up(self, *, saved: bool) -> None:
+        """The incident is over: directories of those before go, or are kept for a human if nothing was saved."""
+        for left in self._attempts:
+            if saved:
+                self._context.emit(left)
+            else:
+                self._context.emit(Keep(left.incident, left.attempt, left.step, left.target))
+        self._attempts, self._publishing = (), None
+
+    # ------------------------------------------------------------------ for the next one
+
+    def may_wait(self, effects: Sequence[Effect], incident: Incident | None, *, wanted: bool, pace_s: float) -> bool:
+        """Whether these effects do nothing that the next controller would have to know of. The rest: see `Memory`.
+
+        The successor reopens a certain incident and detects its dead ranks itself, so single deaths need not be
+        persisted: a thousand deaths at once are written once, before what is done about them.
+        """
+        kept = None if self.remembered is None else self.remembered.memory
+        if not effects:
+            # Before that, ranks may say where they start; and before the first time nobody knows who serves now.
+            known = kept is not None and (kept.wanted, kept.pace_s) == (wanted, pace_s)
+            return self._context.members.loop_go_sent and known
+        if incident is None or kept is None or not kept.certain or kept.incident != incident.number:
+            return False
+        return all(isinstance(effect, Log) for effect in effects)
+
+    def remember(self, known: Memory, incident: Incident | None) -> Remember | None:
+        """What has to be kept before the effects of an event are carried out; None if that is kept already.
+
+        known: what the core knows of it; the rest is found here.
+        """
+        members = self._context.members
+        if members.complete and not self._members:
+            ordered = (member for _, member in sorted(members.members.items()))
+            self._members = tuple(Registered(member.process, member.units, member.shared) for member in ordered)
+        dead = (members.members[rank] for rank in sorted(members.dead))
+        memory = replace(
+            known,
+            gone=tuple(Gone(one.rank, one.source or DeathSource.STREAM, one.left) for one in dead),
+            base_step=members.base_step,
+            loop=members.loop,
+            certain=incident is not None and self._context.certain,
+            attempts=self._attempts + (() if incident is None else incident.saving.attempts),
+            publishing=(None if incident is None else incident.saving.publishing) or self._publishing,
+        )
+        if (
+            self.remembered is not None
+            and memory == self.remembered.memory
+            and self.remembered.members is self._members
+        ):
+            return None
+        self.remembered = Remember(self._members, memory)
+        return self.remembered
+
 
 __all__ = ["ControllerCore", "ControllerOptions"]
 

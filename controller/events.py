@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lastwords.vocabulary import DeathSource, Order, Report
 
 if TYPE_CHECKING:
-    from lastwords.controller.memory import Memory, Registered
+    from lastwords.controller.membership import Memory, Registered
 
 INFO = 20
 WARNING = 30

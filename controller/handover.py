@@ -9,6 +9,7 @@ to end (SIGTERM means "when no rank is left and no incident is open") and waits 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import ipaddress
 import json
@@ -19,15 +20,105 @@ import signal
 import socket
 import time
 import typing
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lastwords import clock
+from lastwords.checkpoint import starts
 from lastwords.checkpoint.codec import from_json
-from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError, is_shortage
+from lastwords.controller.events import ControllerOptions, Remember
+from lastwords.controller.membership import Memory, Registered
+from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
+
+# What a controller is started with: one frozen value, which its command line carries as JSON.
+#
+# The token is not part of it: command lines can be read by every user of a host. It travels in LASTWORDS_TOKEN.
+
+TOKEN_VARIABLE = "LASTWORDS_TOKEN"
+LOG_DIRECTORY = "logs"
+INCIDENTS_FILE = "incidents.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSpec:
+    """Everything that a controller needs to know, except for the job's token.
+
+    ip: the one address to listen on (literal or host name). root, fallback_root: checkpoint directories, absolute.
+    starter_pid: process on this host without which nobody will ever connect. nonce: of this start, see `paths`.
+    remote: URL of the store to which checkpoints are uploaded; "" for none. own_only: the job has a name, or a launcher
+    has started it before, so that it resumes from no job's checkpoints but its own.
+    """
+
+    ip: str
+    port: int
+    job: str
+    generation: int
+    world_size: int
+    root: Path
+    fallback_root: Path | None = None
+    starter_pid: int = 0
+    options: ControllerOptions = field(default_factory=ControllerOptions)
+    nonce: str = ""
+    remote: str = ""
+    own_only: bool = False
+
+    def check(self) -> ControllerSpec:
+        """This value, if it can work; raises ConfigError that names the field."""
+        paths.check_job(self.job)
+        paths.check_nonce(self.nonce)
+        if self.ip in ("", "0.0.0.0", "::", "*"):
+            raise ConfigError(f"ctrl_ip={self.ip!r} must be the address of this host that all ranks reach")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"ctrl_port={self.port} must be 1 to 65535, or 0 for any free one")
+        if self.world_size < 1 or self.generation < 0:
+            raise ConfigError(f"world size {self.world_size} or generation {self.generation} is impossible")
+        for path in (self.root, self.fallback_root):
+            if path is not None and not path.is_absolute():
+                raise ConfigError(
+                    f"{path} must be an absolute path, since the controller has another working directory"
+                )
+        for name, value in dataclasses.asdict(self.options).items():
+            if name.endswith("_s") and not (0 < value < float("inf") or value == getattr(ControllerOptions(), name)):
+                raise ConfigError(f"{name}={value} must be a positive number of seconds")
+        return self
+
+    def to_json(self) -> str:
+        """A line of JSON from which `from_json` builds this value again.
+
+        >>> spec = ControllerSpec("127.0.0.1", 30051, "digits", 1, 4, Path("/ckpt"))
+        >>> ControllerSpec.from_json(spec.to_json()) == spec
+        True
+        """
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> ControllerSpec:
+        """Raises ConfigError that names what is missing, malformed or impossible."""
+        try:
+            return from_json(text, cls, dec_hook=_path).check()
+        except FormatError as error:
+            raise ConfigError(f"the controller's settings cannot be read: {error}") from error
+
+    @property
+    def log_path(self) -> Path:
+        """Where the controller's output goes."""
+        return self.root / LOG_DIRECTORY / f"controller-{self.job}-g{self.generation}.log"
+
+    @property
+    def incidents_path(self) -> Path:
+        """Where each incident leaves one line of JSON."""
+        return self.root / LOG_DIRECTORY / INCIDENTS_FILE
+
+
+def _path(kind: type[Path], text: Any) -> Path:
+    """What JSON has no type for: only the directories."""
+    return kind(text)
+
 
 _log = logging.getLogger(__name__)
 
@@ -287,3 +378,238 @@ def _in_use(ip: str, port: int) -> str:
         f"{ip} port {port} is in use by a process that is not a lastwords controller of this user; choose another "
         f"ctrl_port, or end that process (ss -ltnp 'sport = :{port}' shows it)"
     )
+
+
+# What controllers of earlier starts are still about to publish, and waiting for it.
+#
+# Whoever starts again wants the checkpoint of the incident before. On the same address the new controller waits for
+# the old one (`handover`); a start that takes another port each time, or whose controller runs on another host, finds
+# it by what it does in the checkpoint directory: its claim is locked while it lives, and its files lie in a temporary
+# directory until they are published or given up. On the same host its run file says in addition which stage it is in.
+
+_BEFORE_PUBLICATION = ("settling", "proceeding", "saving", "verifying", "publishing")
+
+
+def await_publications(
+    spec: ControllerSpec,
+    *,
+    shm_root: Path = paths.SHM_ROOT,
+    stall_s: float = STALL_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once no controller of an earlier generation is about to publish in this job's directories.
+
+    One that does not move for `stall_s` is given up: UnavailableError if it is of this very job, else a warning.
+    BusyError where ranks of this job still train on this host: they outlive a launcher that was killed.
+    """
+    began_mono_s = clock.mono_s()
+    while trains := next((one for one in _earlier_here(spec, shm_root) if _trains(one, spec)), None):
+        if clock.mono_s() - began_mono_s > LIVE_GRACE_S:
+            raise BusyError(
+                f"{trains.live} ranks of an earlier start of this job still train, with the {trains}: they go on when "
+                "their launcher is killed. End them with SIGTERM, which saves, and start again; or give this job "
+                "another name (LASTWORDS_JOB) and directory"
+            )
+        sleep(POLL_INTERVAL_S)
+    newest: object = None
+    moved_mono_s = clock.mono_s()
+    while found := _under_way(spec, shm_root):
+        if found != newest:
+            if newest is None:
+                _log.info(
+                    "waiting for an earlier start of this job, which may still publish a checkpoint: %s",
+                    ", ".join(sorted(found)),
+                )
+            newest, moved_mono_s = found, clock.mono_s()
+        if clock.mono_s() - moved_mono_s > stall_s:
+            what = f"{', '.join(sorted(found))}: no progress for {stall_s:g} s"
+            if any(f"-{spec.job}-g" in name or f" {spec.job}," in name for name in found):
+                raise UnavailableError(
+                    f"an earlier start of this job may still publish a checkpoint: {what}; read the controllers' "
+                    f"logs in {spec.log_path.parent}, and end that controller if it hangs"
+                )
+            _log.warning("%s; continuing without it", what)
+            return
+        sleep(POLL_INTERVAL_S)
+
+
+def _under_way(spec: ControllerSpec, shm_root: Path) -> dict[str, object]:
+    roots = [spec.root] if spec.fallback_root is None else [spec.root, spec.fallback_root]
+    found: dict[str, object] = dict(starts.under_way(roots, (spec.job, spec.generation)))
+    found |= {str(one): one for one in _earlier_here(spec, shm_root) if one.stage in _BEFORE_PUBLICATION}
+    return found
+
+
+def _earlier_here(spec: ControllerSpec, shm_root: Path) -> Iterator[RunRecord]:
+    """Controllers of earlier starts in this directory that run on this host."""
+    for record in running_here(root=shm_root):
+        if Path(record.log).parent == spec.log_path.parent and record.generation < spec.generation:
+            yield record
+
+
+def _trains(record: RunRecord, spec: ControllerSpec) -> bool:
+    return record.job == spec.job and record.is_idle_stage and record.live > 0
+
+
+# What a controller keeps for the one that follows it, if it is killed: one file in shared memory.
+#
+#     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/controller.json    mode 0600: it holds the job's token
+#     /dev/shm/lastwords-{uid}-{job}-g{generation}-{nonce}/controller.lock    held by the controller that serves
+#
+# A controller can only run on the host whose address the ranks know, and shared memory lives as long as that. So
+# writing takes some microseconds, needs no fsync, and is done before each act that rests on it. A controller that ends
+# by itself removes the file with the directory: where it is left, its controller was killed. While it serves, it
+# touches the file every fifth of a second: where the time of the last change stands still, the controller is stopped
+# or hangs.
+
+VERSION = 1
+
+STATE_BYTES_MAX = 64 << 20
+"""Of 16 384 ranks it is some 4 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that serves, or did. `begun_mono_s`: when it began, and when those before it did, newest last."""
+
+    pid: int
+    start_ticks: int
+    begun_mono_s: tuple[float, ...] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether that very process still runs."""
+        return process_id.runs(self.pid, self.start_ticks)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """The file's content: how the controller was started, and what it remembered last."""
+
+    version: int
+    owner: Owner
+    spec: ControllerSpec
+    token: str
+    members: tuple[Registered, ...]
+    memory: Memory
+
+    @property
+    def remembered(self) -> Remember:
+        """As the next core takes it."""
+        return Remember(self.members, self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The same on its way out; the members never change once they are there."""
+
+    version: int
+    owner: Owner
+    spec: ControllerSpec
+    token: str
+    members: msgspec.Raw
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAnyVersion:
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    owner: Owner
+
+
+class StateFile:
+    """The file of the controller that serves. One thread."""
+
+    def __init__(self, path: Path, owner: Owner, spec: ControllerSpec, token: str) -> None:
+        self.path = path
+        self._facts = (VERSION, owner, spec, token)
+        self._members: tuple[tuple[Registered, ...], msgspec.Raw] | None = None
+        self._problem = ""
+
+    def write(self, remembered: Remember) -> None:
+        """Keep this. What cannot be written is said once, and an older content does not stay: it would be wrong."""
+        if self._members is None or self._members[0] is not remembered.members:
+            self._members = remembered.members, msgspec.Raw(msgspec.json.encode(remembered.members))
+        content = _Written(*self._facts, self._members[1], remembered.memory)
+        try:
+            raw = msgspec.json.encode(content, enc_hook=str)
+            with paths.replacing(self.path) as fd:
+                paths.write_all(fd, raw)
+            os.close(fd)
+            self._problem = ""
+        except (OSError, ValueError) as error:  # a path that is no text cannot be encoded
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            if str(error) != self._problem:
+                _log.error("no controller can follow if this one is killed: %s cannot be written: %s", self.path, error)
+            self._problem = str(error)
+
+    def beat(self) -> None:
+        """A sign of life: the time of the file's last change moves."""
+        with contextlib.suppress(OSError):  # there may be no file: then no controller can follow either
+            os.utime(self.path)
+
+
+def read(path: Path) -> KeptState:
+    """Content of the file of a job on this host.
+
+    Raises UnavailableError if there is none, or it cannot be opened for now, ConfigError if it is another user's,
+    FormatError for anything else that is wrong with it. Nothing is ever removed or changed here.
+    """
+    raw = _raw(path)
+    try:
+        version = from_json(raw, _OfAnyVersion).version
+        kept = from_json(raw, KeptState, dec_hook=_path) if version == VERSION else None
+        if kept is not None:
+            kept.spec.check()
+    except (FormatError, ConfigError) as error:
+        raise FormatError(
+            f"{path} is damaged, so no controller can follow; the ranks go on without one, and the job can be started "
+            f"again from its newest checkpoint: {error}"
+        ) from error
+    if kept is None:
+        raise FormatError(
+            f"{path} is of version {version}, and this lastwords reads version {VERSION}; use the lastwords of the "
+            "running job"
+        )
+    own = paths.state_path(kept.spec.job, kept.spec.generation, kept.spec.nonce)
+    if own.parent.name != path.resolve().parent.name:
+        raise FormatError(f"{path} belongs to another job or start, whose files are in {own.parent}; use the one there")
+    return kept
+
+
+def owner(path: Path) -> Owner | None:
+    """Whose file it is; None if there is none, or nobody can tell.
+
+    Raises UnavailableError where the system is short of something: then nobody can tell yet.
+    """
+    try:
+        return from_json(_raw(path), _Owned).owner
+    except (UnavailableError, ConfigError, FormatError) as error:
+        if is_shortage(error):
+            raise
+        return None
+
+
+def beat(path: Path) -> int | None:
+    """The newest sign of life of the controller whose file this is: another number each time. None without a file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _raw(path: Path) -> bytes:
+    try:
+        return paths.read_own(path, STATE_BYTES_MAX)
+    except FileNotFoundError as error:
+        raise UnavailableError(
+            f"there is no {path}: the job's controller has ended by itself, or has never run on this host"
+        ) from error
+    except OSError as error:
+        kind = UnavailableError if is_shortage(error) else ConfigError
+        raise kind(f"{path} cannot be opened: {error.strerror}") from error

@@ -6,18 +6,19 @@ told what to write (`selected`), there is no way to `Resumed` any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
-from lastwords.controller.choice import choose, files_retry_s, or_steps_back, retry_s
-from lastwords.controller.context import Ended, Resumed
-from lastwords.controller.decision import Decision, NoDecision, NoDecisionKind, laggards
-from lastwords.controller.detection import death_text, signal_text, suspicion_text
+from lastwords.controller.context import SIGINT, Ended, JobContext, Resumed, Verdict
 from lastwords.controller.events import (
     ERROR,
     INFO,
+    LESSER_RETRY_S,
     RESEND_INTERVAL_MAX_S,
     RESEND_INTERVAL_S,
     WARNING,
+    LookForNewest,
+    NewestKnown,
     Published,
     PublishFailed,
     State,
@@ -27,14 +28,16 @@ from lastwords.controller.events import (
     VerifyBlocked,
     VerifyFailed,
 )
-from lastwords.controller.incident_state import NOTICE_S, IncidentState
-from lastwords.controller.views import rank_views
-from lastwords.controller.words import newest_text
+from lastwords.controller.membership import Causes, Life, Membership, death_text, signal_text, suspicion_text
+from lastwords.controller.saving import Saving
+from lastwords.controller.selection import NO_TARGETS, Decision, NoDecision, NoDecisionKind, RankView, laggards, select
+from lastwords.controller.words import first_texts, newest_text, ranks_text
 from lastwords.vocabulary import (
     DeathSource,
     ExitKind,
     Freeze,
     Phase,
+    Proceed,
     Raised,
     SaveFailed,
     SaveProgress,
@@ -42,6 +45,275 @@ from lastwords.vocabulary import (
     Signalled,
     Stand,
 )
+
+# What there is to go on from where an incident can save nothing. That is said when it is known, and cannot change.
+
+
+class Newest:
+    """The newest checkpoint, as far as one incident knows.
+
+    It may be on disk before the controller has the answer about it: a periodic one that was complete when the incident
+    began. So that is waited for, and then looked for again.
+    """
+
+    def __init__(self, context: JobContext, incident: int) -> None:
+        self._context = context
+        self._incident = incident
+        self._looks = 0  # that have not been answered
+        self._one_more_comes = False
+        self._until_s: float | None = None
+        self.known: NewestKnown | None = None
+
+    def look(self) -> None:
+        """Order a look; what older ones have found does not count any more."""
+        self.known = None
+        self._looks += 1
+        self._one_more_comes = self._context.publishing
+        self._context.emit(LookForNewest(self._incident))
+
+    def on_storage_moved(self) -> None:
+        """The work on a periodic checkpoint has come further, perhaps to its end."""
+        if self._one_more_comes and not self._context.publishing:
+            self.look()
+
+    def on_found(self, found: NewestKnown) -> None:
+        """A look has ended; they do in their order."""
+        self._looks -= 1
+        if not self._looks:
+            self.known = found
+
+    def is_awaited(self) -> bool:
+        """Whether `known` may change; that is waited for, with the timer "newest", if only for `newest_timeout_s`."""
+        context = self._context
+        if not self._looks and not context.publishing:
+            return False
+        if self._until_s is None:
+            self._until_s = context.now_s + context.options.newest_timeout_s
+            context.timers.set("newest", self._until_s)
+        return context.now_s < self._until_s
+
+
+# What a choice is made from, and whether it is worth waiting for a better one. Pure.
+
+
+def choose(
+    context: JobContext,
+    saving: Saving,
+    views: Mapping[int, RankView],
+    *,
+    forgiven: bool = False,
+    without: Collection[int] = (),
+    back: bool = False,
+) -> Decision | NoDecision:
+    """The step and its writers; `forgiven`: as if all that may pass had passed; `without`: no such target.
+
+    back: steps that a survivor has ended may be given up for one before.
+    """
+    targets = [target for target in saving.targets(forgiven=forgiven) if target not in without]
+    if not targets:
+        return NoDecision(NoDecisionKind.STORAGE, "no directory is left that can be written")
+    if forgiven:
+        barred = {rank: frozenset(targets) for rank, targets in saving.barred.items()}
+        views = {r: replace(view, refused_targets=barred.get(r, NO_TARGETS)) for r, view in views.items()}
+    members = context.members
+    return select(
+        views,
+        members.units,
+        saving.parts(),
+        base_step=members.base_step,
+        targets=targets,
+        retry_refused=True,
+        back=back,
+    )
+
+
+def or_steps_back(
+    context: JobContext,
+    saving: Saving,
+    views: Mapping[int, RankView],
+    answer: Decision | NoDecision,
+    newest_step: int = 0,
+) -> Decision | NoDecision:
+    """Where a unit has no holder at the step that survivors have ended: a step before, if all can be had there.
+
+    A rank has left its loop with its gradients not applied, and nobody else holds what it holds (docs/adr/0013), or has
+    died, and its copy is of a step before. newest_step: of which there is a checkpoint; an older one would
+    be none the better.
+    """
+    if isinstance(answer, Decision) or answer.kind is NoDecisionKind.NOTHING_TO_SAVE:
+        return answer
+    lower = choose(context, saving, views, back=True)
+    if not isinstance(lower, Decision) or lower.step <= newest_step:
+        return answer
+    count = answer.step - lower.step
+    given_up = "one step is" if count == 1 else f"{count} steps are"
+    return replace(lower, reason=f"{lower.reason}; {given_up} given up, since {answer.reason}")
+
+
+def retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView], answer: Decision | NoDecision) -> float:
+    """For how long refused writers are worth another try before `answer` is carried out; 0.0 if it is as good.
+
+    Where nothing can be saved without them, `storage_retry_s`. Where a lower step can, or the same one without the
+    rank-local state of a host, only LESSER_RETRY_S: those who could write it may die meanwhile.
+    """
+    if not saving.refused:
+        return 0.0
+    back = not isinstance(answer, Decision)
+    better = choose(context, saving, views, forgiven=True, back=back)
+    if not isinstance(better, Decision):
+        return 0.0
+    answer = choose(context, saving, views, back=True) if back else answer
+    if not isinstance(answer, Decision):
+        return context.options.storage_retry_s
+    more = (better.step, -len(better.lost_local_ranks)) > (answer.step, -len(answer.lost_local_ranks))
+    return min(context.options.storage_retry_s, LESSER_RETRY_S) if more else 0.0
+
+
+def files_retry_s(context: JobContext, saving: Saving, views: Mapping[int, RankView]) -> float:
+    """For how long the newest attempt's files are worth another try: not long if all can be had in another place."""
+    elsewhere = choose(context, saving, views, without=(saving.target,), back=True)
+    limit_s = context.options.storage_retry_s
+    return (
+        min(limit_s, LESSER_RETRY_S) if isinstance(elsewhere, Decision) and elsewhere.step >= saving.step else limit_s
+    )
+
+
+# What selection is told about each rank, out of what the incident knows.
+
+
+def rank_views(
+    membership: Membership,
+    saving: Saving,
+    settled: Mapping[int, Settled],
+    excluded: Mapping[int, str],
+) -> dict[int, RankView]:
+    """A view of every registered rank. excluded: living ranks that are not waited for any more, and why."""
+    views = {}
+    for rank, member in membership.members.items():
+        stand, absence = None, ""
+        if not member.living:
+            absence = member.death
+        elif rank in excluded:
+            absence = excluded[rank]
+        elif member.life is Life.ALIVE and rank in settled:
+            stand = settled[rank].stand
+        refused = frozenset(saving.refused.get(rank, NO_TARGETS))
+        may_copy = rank not in saving.cannot_copy
+        shared = member.shared if saving.shares else ()
+        host_id = member.process.host_id
+        copies = frozenset(saving.copies.get(rank, ()))
+        views[rank] = RankView(rank, host_id, member.units, stand, absence, refused, may_copy, shared, copies)
+    return views
+
+
+# An incident in a grace period: deadlines that run already are cut, and what the time was not enough for is said.
+
+
+class GracePeriod:
+    """Of one incident; nothing happens without a grace period."""
+
+    def __init__(self, context: JobContext, saving: Saving) -> None:
+        self._context = context
+        self._saving = saving
+
+    def begin(self, signal_number: int, late: dict[int, float]) -> None:
+        """A rank was asked to stop. late: deadlines of ranks of their own."""
+        context = self._context
+        if signal_number == SIGINT or not context.begin_grace():
+            return
+        settled_s = context.now_s + context.options.settle_timeout_s
+        late.update({rank: min(at_s, settled_s) for rank, at_s in late.items()})
+        ends_s = {
+            "settle": settled_s,
+            "proceed": settled_s,
+            "storage": context.now_s + context.options.storage_timeout_s,
+        }
+        for name in filter(context.timers.running, ends_s):
+            context.timers.set_earlier(name, ends_s[name])
+        context.timers.set_earlier("suspects", context.now_s)
+        self._saving.hurry()
+
+    def more_s(
+        self, option: str, overdue: Collection[int], settled: Mapping[int, Settled], excluded: Mapping[int, str]
+    ) -> float:
+        """What a deadline was cut by, if nothing can be saved without those that have missed it; 0.0 otherwise."""
+        context = self._context
+        if not context.preempted or not overdue:
+            return 0.0
+        views = rank_views(context.members, self._saving, settled, {**excluded, **dict.fromkeys(overdue, "is late")})
+        answer = choose(context, self._saving, views, back=True)
+        return 0.0 if isinstance(answer, Decision) else context.uncut_s(option)
+
+    def missing_text(self, awaited: Collection[int]) -> str:
+        """What could not be done in time. awaited: ranks that have not settled."""
+        saving = self._saving
+        match self._context.state:
+            case State.SAVING:
+                what = f"{ranks_text(saving.writing)} had not finished writing step {saving.step}"
+            case State.VERIFYING:
+                what = f"the files of step {saving.step} were being verified"
+            case State.PUBLISHING:
+                what = f"step {saving.step} was about to get its final name; `lastwords latest` says whether it has"
+            case _:
+                what = f"{ranks_text(awaited)} had not stopped" if awaited else saving.storage_reason
+        return f"the grace period of {self._context.options.preemption_grace_s:g} s is over: {what}"
+
+
+# What one incident consists of, and what is said of it. Pure; its course is in `controller.incident`.
+
+NOTICE_S = 3.0
+"""From the beginning of an incident until people are told for whom all wait; ranks settle within milliseconds."""
+
+
+class IncidentState:
+    """The facts of one incident, and the queries on them."""
+
+    def __init__(self, context: JobContext, number: int) -> None:
+        self._context = context
+        self.number = number
+        self.causes = Causes()
+        self.verdict: Verdict | None = None
+        self.excluded: dict[int, str] = {}  # living ranks that are not waited for any more, and why
+        self.opened = False  # everybody has been told
+        self._first_words = ""
+        self._settled: dict[int, Settled] = {}
+        self._unsettled: set[int] = set()
+        self._late: dict[int, float] = {}  # ranks that are awaited since later -> their own deadline
+        self._awaited: set[int] = set()  # laggards that were waited for: once each
+        self._proceeding: dict[int, float] = {}  # rank -> deadline
+        self._proceed_step = 0
+        self._selected = False
+        self.saving = Saving(context, number)
+        self._grace_period = GracePeriod(context, self.saving)
+        self._told = ""
+        self._resend_pause_s = RESEND_INTERVAL_S
+        self.newest = Newest(context, number)
+
+    def words(self) -> str:
+        """Why this incident is on, for people."""
+        return self.causes.text() or self._first_words
+
+    def _proceed(self) -> Proceed:
+        return Proceed(self._context.generation, self.number, self._proceed_step)
+
+    @property
+    def _awaited_ranks(self) -> set[int]:
+        members = self._context.members
+        silent = members.suspects - self.excluded.keys()
+        return silent | (self._unsettled & members.living) | self._proceeding.keys()
+
+    def _tell_for_whom_all_wait(self) -> None:
+        context, members = self._context, self._context.members
+        silent = members.suspects - self.excluded.keys()
+        awaited = self._awaited_ranks
+        if not awaited or context.state not in (State.SETTLING, State.PROCEEDING):
+            return
+        who = first_texts(
+            (f"rank {rank} (process {members.members[rank].process.pid})" for rank in sorted(awaited)), ", "
+        )
+        why = "no answer, as of a process that is stopped" if silent else "in an update, or hanging"
+        words = f"{self.words()}; all ranks wait for {who}, for {context.longest_wait_s(silent):.0f} s at most: {why}"
+        context.tell_people(words, about=awaited)
 
 
 class Incident(IncidentState):

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lastwords import clock
+from lastwords.checkpoint.appearing import read_end
 from lastwords.checkpoint.codec import from_json
-from lastwords.checkpoint.line_file import read_end
-from lastwords.controller import handover, predecessors, state_file
-from lastwords.controller.spec import TOKEN_VARIABLE, ControllerSpec
-from lastwords.controller.telling import finding_lastwords
+from lastwords.controller import handover
+from lastwords.controller.handover import TOKEN_VARIABLE, ControllerSpec
+from lastwords.controller.timeline import finding_lastwords
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError, UnavailableError
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import ending_text
@@ -81,7 +81,7 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
     if not sys.executable:
         raise ConfigError("sys.executable is not set, so the controller's process cannot be started")
     handover.await_address(spec.ip, spec.port)
-    predecessors.await_publications(spec)
+    handover.await_publications(spec)
     return _start(spec, spec.to_json(), token, ready_timeout_s)
 
 
@@ -91,7 +91,7 @@ def start_successor(path: Path, *, by_hand: bool = False) -> ControllerHandle:
     Raises as `state_file.read`, BusyError if there is a controller, ConfigError where it should not be started, and
     UnavailableError if it does not come up.
     """
-    return _start(state_file.read(path).spec, str(path), "", READY_TIMEOUT_S, *(["--by-hand"] if by_hand else []))
+    return _start(handover.read(path).spec, str(path), "", READY_TIMEOUT_S, *(["--by-hand"] if by_hand else []))
 
 
 def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: float, *more: str) -> ControllerHandle:

@@ -3,13 +3,112 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lastwords.controller.detection import CERTAIN, death_text
+from lastwords.controller.events import Discard, Outcome, StartPublish
 from lastwords.controller.words import first_texts, ranks_text
 from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
+
+# What counts as a death, what only as a suspicion, and how either is said.
+
+CERTAIN: Final = frozenset((DeathSource.ROBUST_MUTEX, DeathSource.PIDFD))
+"""Sources that only speak when the process has ended. The others say that nothing is heard of it."""
+
+_DEATH_WORDS: Final[Mapping[DeathSource, str]] = {
+    DeathSource.ROBUST_MUTEX: "died (killed or crashed)",
+    DeathSource.PIDFD: "died (killed or crashed)",
+    DeathSource.STREAM: "was lost (its connection broke and it did not reconnect)",
+}
+_SUSPICION_WORDS: Final[Mapping[DeathSource, str]] = {
+    DeathSource.STREAM: "its connection broke",
+}
+
+_SIGNAL_NAMES: Final[Mapping[int, str]] = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    10: "SIGUSR1",
+    12: "SIGUSR2",
+    15: "SIGTERM",
+    24: "SIGXCPU",
+}
+
+
+def death_text(source: DeathSource, how: str = "") -> str:
+    """How a death by this source is told, without the rank. how: the process has ended, where that is known.
+
+    >>> death_text(DeathSource.PIDFD), death_text(DeathSource.PIDFD, "SIGSEGV, segmentation fault")
+    ('died (killed or crashed)', 'died (SIGSEGV, segmentation fault)')
+    """
+    return f"died ({how})" if how and source in CERTAIN else _DEATH_WORDS[source]
+
+
+def suspicion_text(source: DeathSource) -> str:
+    """How a suspicion by this source is told."""
+    return _SUSPICION_WORDS.get(source, "it may have ended")
+
+
+def signal_text(signal_number: int) -> str:
+    """How a request to stop is told.
+
+    >>> signal_text(15)
+    'was asked to stop (SIGTERM)'
+    """
+    return f"was asked to stop ({_SIGNAL_NAMES.get(signal_number, f'signal {signal_number}')})"
+
+
+class Causes:
+    """Why an incident is on: rank -> words. Deaths, exceptions and signals are kept apart by `is_signal`."""
+
+    def __init__(self) -> None:
+        self._words: dict[int, str] = {}
+        self._only_signals = True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that caused the incident, sorted."""
+        return tuple(sorted(self._words))
+
+    def add(self, rank: int, words: str) -> bool:
+        """A death or an exception; a death is added to what the rank did before. False if nothing is new."""
+        known = self._words.get(rank)
+        if known is not None and words in known:
+            return False
+        self._words[rank] = words if known is None else f"{known}, then {words}"
+        self._only_signals = False
+        return True
+
+    def explain(self, rank: int, words: str, better: str) -> None:
+        """What was said of a death is said with more knowledge."""
+        if rank in self._words:
+            self._words[rank] = self._words[rank].replace(words, better)
+
+    def add_signal(self, rank: int, words: str) -> bool:
+        """A request to stop. After a death it is the launcher's answer to that death, not a cause of its own."""
+        if not self._only_signals or rank in self._words:
+            return False
+        self._words[rank] = words
+        return True
+
+    def text(self) -> str:
+        """All causes in one phrase, ranks with the same words together; of thousands of words the first ones.
+
+        >>> causes = Causes()
+        >>> _ = causes.add_signal(1, "was asked to stop"), causes.add_signal(0, "was asked to stop")
+        >>> causes.text()
+        'ranks 0 and 1: each was asked to stop'
+        """
+        by_words: dict[str, list[int]] = {}
+        for rank, words in sorted(self._words.items()):
+            by_words.setdefault(words, []).append(rank)
+        return first_texts(_phrase(ranks, words) for words, ranks in by_words.items())
+
+
+def _phrase(ranks: Iterable[int], words: str) -> str:
+    ordered = list(ranks)
+    return f"{ranks_text(ordered)} {words}" if len(ordered) == 1 else f"{ranks_text(ordered)}: each {words}"
 
 
 class Life(enum.Enum):
@@ -355,3 +454,52 @@ class Membership:
     def not_left(self) -> list[int]:
         """Ranks that are still in their loop, sorted."""
         return sorted(self._not_left)
+
+
+# What a controller has to know of the one before it, where that was killed: plain values, and how they are used.
+#
+# The ranks repeat most of what they have said to whoever serves them, so little is kept: who takes part, since a dead
+# rank says nothing any more; what all have agreed upon; numbers that must not be used twice; and what has been decided
+# and can be told already. `Remember` says it before anything is done that rests on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One rank of the job."""
+
+    process: ProcessId
+    units: tuple[str, ...]
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A rank whose process has ended; `left`: where it had left the loop, if it had."""
+
+    rank: int
+    source: DeathSource
+    left: Stand | None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Beside the members; the defaults are those of a job that has just begun.
+
+    certain: the incident that is open cannot be a false alarm. attempts: temporary directories that are in use.
+    publishing: the newest order to publish in an incident that is open. periodic: the newest of its kind.
+    wanted: one was asked for and is not written yet. pace_s: about what a step takes. outcome: how the job ends, once
+    that is decided.
+    """
+
+    gone: tuple[Gone, ...] = ()
+    base_step: int = 0
+    loop: LoopShape | None = None
+    incident: int = 0
+    resumed: int = 0
+    certain: bool = False
+    attempts: tuple[Discard, ...] = ()
+    publishing: StartPublish | None = None
+    periodic: Discard | None = None
+    wanted: bool = False
+    pace_s: float = 0.0
+    outcome: Outcome | None = None

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Final
 
 from lastwords.controller.context import JobContext
-from lastwords.controller.decision import Assignment
 from lastwords.controller.events import (
     INFO,
     WARNING,
@@ -30,6 +29,7 @@ from lastwords.controller.events import (
     VerifyFailed,
 )
 from lastwords.controller.membership import Life, Member
+from lastwords.controller.selection import Assignment
 from lastwords.controller.words import first_texts, ranks_text
 from lastwords.vocabulary import (
     NO_SCHEDULE,

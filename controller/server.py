@@ -8,33 +8,230 @@ storage threads, and the log's queue (set up in `__main__`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from lastwords import clock, codec, threads
-from lastwords.controller import events
-from lastwords.controller.core_api import Core
-from lastwords.controller.detection import CERTAIN
+from lastwords.checkpoint.system import PAUSES_S
+from lastwords.controller import events, handover
+from lastwords.controller.core import Core
 from lastwords.controller.events import Effect, Event, State
-from lastwords.controller.handover import RunFile
-from lastwords.controller.neighbours import Neighbours
-from lastwords.controller.roster import Roster
+from lastwords.controller.handover import ControllerSpec, RunFile, StateFile
+from lastwords.controller.membership import CERTAIN
 from lastwords.controller.sessions import PeerSession, SessionService, connections_max
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import StateFile
 from lastwords.controller.storage import StorageJobs
-from lastwords.controller.telling import Telling
-from lastwords.controller.timeline import Timeline, recorded_exit, sentence
-from lastwords.errors import LastWordsError, UnavailableError
-from lastwords.liveness import paths, process_id
-from lastwords.state import ControllerState
+from lastwords.controller.timeline import Telling, Timeline, recorded_exit, sentence
+from lastwords.errors import LastWordsError, UnavailableError, is_shortage
+from lastwords.liveness import leftovers, paths, process_id
+from lastwords.liveness.watch import HostWatch
+from lastwords.state import ControllerState, RankState
 from lastwords.transport import Keepalive, grpc, host_port, server_options, start_of
-from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, Report, SaveProgress
+from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, ProcessId, Report, SaveProgress, Stand, Status
+
+# Which session each rank's orders go to, and what people are told about a rank. The core keeps books of its own.
+
+
+@dataclass(slots=True)
+class _Seen:
+    process: ProcessId
+    stand: Stand
+    heard_mono_s: float
+    units: tuple[str, ...]
+    dead: bool = False
+    explained: bool = False
+    status: Status | None = None
+
+
+class Roster:
+    """Ranks that were accepted, and the sessions that they are bound to. The loop's thread only."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._session_of: dict[int, PeerSession] = {}
+        self._seen: dict[int, _Seen] = {}
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no rank has ever been accepted."""
+        return not self._seen
+
+    @property
+    def connected(self) -> Collection[int]:
+        """Ranks with an open session."""
+        return self._session_of.keys()
+
+    @property
+    def live(self) -> int:
+        """How many ranks have an open session and are not known to be dead."""
+        return sum(1 for rank in self._session_of if not self._seen[rank].dead)
+
+    def session_of(self, rank: int) -> PeerSession | None:
+        """Session that orders for `rank` go to."""
+        return self._session_of.get(rank)
+
+    def bind(self, session: PeerSession, hello: Hello, now_s: float) -> None:
+        """A Hello was accepted: orders for its rank go here from now on; a session left without ranks is ended."""
+        before = self._session_of.get(hello.rank)
+        if before is not None and before is not session:
+            before.ranks.discard(hello.rank)
+            if not before.ranks:
+                before.cancel()
+        session.ranks.add(hello.rank)
+        self._session_of[hello.rank] = session
+        known = self._seen.get(hello.rank)
+        dead = known is not None and known.dead and known.process == hello.process  # its last words may come late
+        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s, hello.units, dead)
+
+    def unbind(self, session: PeerSession) -> list[int]:
+        """A session is over; returns the ranks that have none now, sorted."""
+        gone = sorted(rank for rank in session.ranks if self._session_of.get(rank) is session)
+        for rank in gone:
+            del self._session_of[rank]
+        return gone
+
+    def hear(self, report: Report, now_s: float) -> None:
+        """A report of an accepted rank."""
+        seen = self._seen[report.rank]
+        seen.heard_mono_s = now_s
+        stand: Stand | None = getattr(report, "stand", None)
+        if stand is not None:
+            seen.stand = stand
+        if isinstance(report, Status):
+            seen.status = report
+
+    def bury(self, rank: int) -> bool:
+        """The process of this rank has died; False if that is known already, or nobody of that rank ever came."""
+        seen = self._seen.get(rank)
+        if seen is None or seen.dead:
+            return False
+        seen.dead = True
+        return True
+
+    def explain(self, rank: int) -> bool:
+        """It is known how the process of this rank has died; False if that was known already."""
+        seen = self._seen.get(rank)
+        if seen is None or not seen.dead or seen.explained:
+            return False
+        seen.explained = True
+        return True
+
+    def views(self, now_s: float, slower: Mapping[int, float] = MappingProxyType({})) -> tuple[RankState, ...]:
+        """All ranks of the job as people see them. slower: by how much, those that are slower than their peers."""
+        holders = Counter(unit for seen in self._seen.values() if not seen.dead for unit in seen.units)
+        alone = {unit for unit, count in holders.items() if count == 1}
+        return tuple(self._view(rank, now_s, slower.get(rank, 0.0), alone) for rank in range(self._world_size))
+
+    def _view(self, rank: int, now_s: float, slower: float, alone: Set[str]) -> RankState:
+        seen = self._seen.get(rank)
+        if seen is None:
+            return RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0)
+        heard_s = max(0.0, now_s - seen.heard_mono_s)
+        known, connected, said = (rank, seen.process, seen.stand), rank in self._session_of, seen.status
+        sole_holder = not seen.dead and not alone.isdisjoint(seen.units)
+        if said is None or seen.dead:
+            return RankState(*known, connected, seen.dead, heard_s, sole_holder=sole_holder)
+        where = said.waits_at, said.stands_at
+        return RankState(*known, connected, seen.dead, heard_s, *where, said.work_s, slower, sole_holder)
+
+
+# Ranks on the controller's own host, watched by itself: their deaths are known before any connection breaks.
 
 _log = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """The host watch behind a thread of its own, since adding a watch opens files and may wait for a thread.
+
+    `on_death(rank, source, known_mono_s)`, `on_watched(rank)`, `on_release(rank)` and `on_ending(rank, how)` come from
+    threads of their own; methods are for the loop's thread.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        generation: int,
+        on_death: Callable[[int, DeathSource, float], None],
+        on_watched: Callable[[int], None],
+        on_release: Callable[[int], None],
+        on_ending: Callable[[int, str], None],
+        nonce: str = "",
+    ) -> None:
+        self._job = job
+        self._generation = generation
+        self._nonce = nonce
+        self._host_id = process_id.host_id()
+        self._on_watched = on_watched
+        self._watched: dict[int, ProcessId] = {}
+        self._watch = HostWatch(on_death, on_release=on_release, on_ending=on_ending)
+        self._jobs = ThreadPoolExecutor(1, thread_name_prefix="lastwords-host-watch")  # one keeps the order of calls
+
+    def start(self) -> None:
+        """Start the threads, and remove what ended jobs and killed controllers have left on this host.
+
+        UnavailableError where there are none, after some seconds.
+        """
+        self._watch.start()
+        with threads.starting("lastwords-host-watch"):
+            self._jobs.submit(_clear_up)
+
+    def welcome(self, rank: int, process: ProcessId) -> None:
+        """An accepted rank: watch its process if it runs on this host, unless that is done already."""
+        if process.host_id == self._host_id and self._watched.get(rank) != process:
+            self._watched[rank] = process
+            self._jobs.submit(self._add, rank, process)
+
+    def part_with(self, rank: int) -> None:
+        """The rank's process ends with permission; its end is nobody's business."""
+        if self._watched.pop(rank, None) is not None:
+            self._jobs.submit(self._watch.remove, rank)
+
+    def stop(self) -> None:
+        """Stop watching. Waits for threads: not for the loop's thread."""
+        self._jobs.shutdown(wait=True)
+        self._watch.stop()
+
+    def _add(self, rank: int, process: ProcessId, tried: int = 0) -> None:
+        try:
+            self._watch.add(rank, paths.life_path(self._job, self._generation, rank, self._nonce), process)
+            self._on_watched(rank)
+        except LastWordsError as error:
+            if is_shortage(error):  # too many open files, say: it passes, and until then a death is found out late
+                self._add_later(rank, process, min(tried, len(PAUSES_S) - 1))
+            elif tried < len(PAUSES_S):
+                self._add_later(rank, process, tried)
+            else:
+                _log.warning(
+                    ("rank %d cannot be watched on this host; its death will show only as a lost connection: %s"),
+                    rank,
+                    error,
+                )
+        except Exception:  # outermost: nobody looks at what a thread pool's job raises
+            _log.exception("watching rank %d failed", rank)
+
+    def _add_later(self, rank: int, process: ProcessId, tried: int) -> None:
+        def again() -> None:
+            if self._watched.get(rank) == process:
+                with contextlib.suppress(RuntimeError):  # it has been stopped
+                    self._jobs.submit(self._add, rank, process, tried + 1)
+
+        self._watch.later(PAUSES_S[tried], again)
+
+
+def _clear_up() -> None:
+    try:
+        handover.remove_dead_run_files()
+        leftovers.remove_dead_job_dirs()
+    except Exception:  # outermost: nobody looks at what a thread pool's job raises
+        _log.exception("cleaning up failed")
+
 
 HOUSEKEEPING_INTERVAL_S = 0.2
 """How often the run file is brought up to date, the starter is looked after, and a sign of life is left."""

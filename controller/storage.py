@@ -10,26 +10,84 @@ import contextlib
 import logging
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lastwords import clock, threads
-from lastwords.checkpoint import layout, load, publish, retention, stale, starts
+from lastwords.checkpoint import layout, load, publish, retention, starts
 from lastwords.checkpoint.manifest import Claimed
-from lastwords.checkpoint.remote import record
-from lastwords.checkpoint.retry import patiently
-from lastwords.checkpoint.system import REAL_OS, make_directories, storage_errors, sync_directory
-from lastwords.checkpoint.verified_once import VerifiedOnce
+from lastwords.checkpoint.remote import uploader
+from lastwords.checkpoint.remote.store import address_of
+from lastwords.checkpoint.retention import VerifiedOnce
+from lastwords.checkpoint.system import REAL_OS, make_directories, patiently, storage_errors, sync_directory
 from lastwords.controller import events
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.timeline import append_record
-from lastwords.controller.uploads import Uploads
 from lastwords.errors import LastWordsError, StorageError, UnavailableError, named
 
+# The process that uploads a job's checkpoints: `lastwords upload --follow`, started by the controller.
+#
+# A process, not a thread: the library of a store would keep the controller's loop from a death, and what is left at
+# the end of the job is uploaded after the controller has ended. Its input is a pipe: a line says that there is a new
+# checkpoint, the end that no more come.
+
 _log = logging.getLogger(__name__)
+
+USAGE = 2
+"""Exit code of a command that cannot work, so it is not started again."""
+
+
+class Uploads:
+    """For the thread of one storage queue. Starts nothing before `look`."""
+
+    def __init__(self, spec: ControllerSpec, roots: Sequence[Path]) -> None:
+        self._roots, self._remote = roots, str(address_of(spec.remote))
+        fallback = [f"--fallback={root}" for root in roots[1:]]
+        self._command = [
+            *(sys.executable, "-P", "-m", "lastwords.cli", "upload", str(roots[0]), spec.remote),
+            *("--follow", "--job", spec.job, *fallback),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs; None if there is none."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def look(self) -> None:
+        """There may be a new checkpoint. A process that was killed is started again."""
+        process = self._process
+        if process is None or process.poll() not in (None, USAGE):
+            self._start()
+        elif process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended, or has lines enough to read
+                os.write(process.stdin.fileno(), b"\n")
+
+    def close(self) -> None:
+        """No more checkpoints come: the process ends when it has uploaded what there is."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _start(self) -> None:
+        try:
+            uploader.begin(self._roots, self._remote)
+        except StorageError as error:
+            _log.warning("until the first upload, `lastwords prune` may remove what has not been uploaded: %s", error)
+        try:
+            # Its output goes to the controller's log. A session of its own: whoever ends this one does not end it.
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            _log.warning("checkpoints are not uploaded: the process for it cannot be started: %s", error)
+            return
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+
 
 _Attempt = events.StartVerify | events.StartPublish | events.Discard | events.Keep
 
@@ -77,7 +135,7 @@ class StorageJobs:
         self._lines: dict[str, queue.SimpleQueue[Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._pending = 0
-        self._claims: list[stale.Claim] = []
+        self._claims: list[starts.Claim] = []
         self._verified: tuple[Path, dict[int, publish.Seen]] | None = None
         self._discarded: dict[Path, None] = {}  # the newest ones
         self._uploads = Uploads(spec, self._roots) if spec.remote else None
@@ -188,10 +246,10 @@ class StorageJobs:
     def _clear_up(self) -> None:
         spec = self._spec
         for root in self._roots:
-            claim = stale.Claim.take(root, spec.job, spec.generation)
+            claim = starts.Claim.take(root, spec.job, spec.generation)
             if claim is not None:
                 self._claims.append(claim)
-            removed = stale.remove_stale(root, spec.job, spec.generation)
+            removed = starts.remove_stale(root, spec.job, spec.generation)
             if removed:
                 _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
         if self._uploads is not None:
@@ -239,7 +297,7 @@ class StorageJobs:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRUNING_NICE)
         rules = retention.Rules(effect.keep_max, effect.keep_minutes)
         remote = self._spec.remote
-        spared = record.not_uploaded(self._spec.root, remote) if remote else lambda _: False
+        spared = uploader.not_uploaded(self._spec.root, remote) if remote else lambda _: False
         retention.prune(self._roots, self._spec.job, rules, verified=self._kept, spared=spared)
 
     @contextlib.contextmanager
@@ -259,13 +317,13 @@ class StorageJobs:
             if oldest is not None:
                 del self._discarded[oldest]
         for one in filter(None, (tmp_dir, oldest)):
-            stale.discard_own(one)
+            starts.discard_own(one)
 
     def _release(self) -> None:
         # Once more: what was in the way, such as too many open files, may have passed, and a writer that had its order
         # just before the end may have made its directory again.
         for tmp_dir in [*self._discarded]:  # the threads of the directories may still add to it
-            stale.discard_own(tmp_dir)
+            starts.discard_own(tmp_dir)
         while self._claims:
             self._claims.pop().release()
         if self._uploads is not None:
@@ -276,7 +334,7 @@ class StorageJobs:
         kept = layout.unpublished_dir(root, effect.step, spec.job, spec.generation, effect.incident, effect.attempt)
         for pause_s in (*KEEP_PAUSES_S, None):
             try:
-                if stale.keep(tmp_dir, kept) is not None:
+                if starts.keep(tmp_dir, kept) is not None:
                     _log.warning(
                         ("finished files of step %d are kept in %s; remove the directory when you no longer need it"),
                         effect.step,

@@ -9,17 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lastwords.checkpoint.boxes import Box, slabs, whole
+from lastwords.checkpoint.boxes import Box, Divided, slabs, slices_for, whole
 from lastwords.checkpoint.direct_io import Buffer
+from lastwords.checkpoint.entries import OWN_TAGS, folded, keys_of, leaves, renamed
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree
-from lastwords.checkpoint.reshard.saved_state import Saved, join, own_in_each
-from lastwords.checkpoint.reshard.saved_units import SavedUnit, buffers_of_ranks, units_of
-from lastwords.checkpoint.reshard_plan import Divided, slices_for
+from lastwords.checkpoint.reshard.saved_state import Saved, SavedUnit, buffers_of_ranks, join, own_in_each, units_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.checkpoint.state_trees import OWN_TAGS, folded, keys_of, leaves, renamed
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
 from lastwords.optim_wrapper.tensors.tensor_tree import MAKE

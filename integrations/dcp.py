@@ -28,11 +28,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.boxes import Box, Slice
 from lastwords.checkpoint.layout import MANIFEST_NAME
-from lastwords.checkpoint.load import Checkpoint, open_checkpoint
-from lastwords.checkpoint.reading import Stamp, find_checkpoint, refuse_replaced, stamp_of
-from lastwords.checkpoint.reshard_plan import Slice
+from lastwords.checkpoint.load import Checkpoint, Stamp, find_checkpoint, open_checkpoint, refuse_replaced, stamp_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import CheckpointError, IncompleteError, ReplacedError
 from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue

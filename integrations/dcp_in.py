@@ -24,12 +24,11 @@ from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
 from lastwords.checkpoint.lock_file import alone
-from lastwords.checkpoint.meta import ExtrasMeta, Tree, UnitMeta
+from lastwords.checkpoint.meta import ABOUT_VERSION, ExtrasMeta, Tree, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.publish import Incident, publish_new
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, make_directories, remove_tree
-from lastwords.checkpoint.versions import ABOUT_VERSION
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.integrations.dcp import MODEL, OPTIMIZER
 from lastwords.integrations.dcp_out import EXTENSION, About

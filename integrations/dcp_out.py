@@ -19,16 +19,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
-from lastwords.checkpoint.boxes import whole
+from lastwords.checkpoint.boxes import Divided, Shard, whole
+from lastwords.checkpoint.entries import leaves
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
-from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.meta import ExtrasMeta, UnitMeta, json_of
-from lastwords.checkpoint.reading import read_checkpoint
-from lastwords.checkpoint.reshard_plan import Divided, Shard
+from lastwords.checkpoint.load import Checkpoint, read_checkpoint
+from lastwords.checkpoint.meta import ABOUT_VERSION, ExtrasMeta, UnitMeta, json_of
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.checkpoint.state_trees import leaves
 from lastwords.checkpoint.storable import pack
-from lastwords.checkpoint.versions import ABOUT_VERSION
 from lastwords.errors import CheckpointError, ConfigError, LastWordsError, StorageError
 from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint.boxes import Box, slabs
-from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.reading import read_checkpoint
+from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named

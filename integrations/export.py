@@ -18,9 +18,8 @@ import torch
 
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec, encode_header, file_order
-from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.part import write_document
-from lastwords.checkpoint.reading import read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
 from lastwords.errors import ConfigError

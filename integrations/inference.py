@@ -11,8 +11,7 @@ from types import MappingProxyType
 import torch
 
 from lastwords.checkpoint.boxes import Box
-from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.reading import read_checkpoint
+from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue

@@ -28,21 +28,26 @@ from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import damage, decode_document, encode_document, told
 from lastwords.checkpoint.entries import Entry, LocalEntry
-from lastwords.checkpoint.load import Status, examine, open_checkpoint
+from lastwords.checkpoint.load import (
+    Status,
+    damage_told_from_replacement,
+    examine,
+    find_checkpoint,
+    open_checkpoint,
+    stamp_of,
+)
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.meta import UnitMeta, json_of
-from lastwords.checkpoint.part import LocalState, UnitState, read_part, write_part
-from lastwords.checkpoint.partfile import check_header
+from lastwords.checkpoint.meta import IDENTITY_FORMAT, Moved, UnitMeta, json_of
+from lastwords.checkpoint.part import LocalState, UnitState, check_header, read_part, write_part
 from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
-from lastwords.checkpoint.reading import damage_told_from_replacement, find_checkpoint, stamp_of
-from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource, lost_locals
+from lastwords.checkpoint.reshard.rank_files import CheckpointSource, lost_locals
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy
-from lastwords.checkpoint.reshard.streamed import Streamed
 from lastwords.checkpoint.reshard.transform_plan import (
     Holding,
     Planned,
     Ranks,
+    Streamed,
     as_it_is,
     by_holders,
     called_in,
@@ -51,7 +56,6 @@ from lastwords.checkpoint.reshard.transform_plan import (
     planned,
     whole_strategy,
 )
-from lastwords.checkpoint.run_facts import Moved
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -61,7 +65,6 @@ from lastwords.checkpoint.system import (
     read_whole,
     remove_tree,
 )
-from lastwords.checkpoint.versions import IDENTITY_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.sharding.grouping import unit_name
 from lastwords.vocabulary import UNIT_REPLICATED

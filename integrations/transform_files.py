@@ -8,9 +8,8 @@ from pathlib import Path
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.checkpoint.partfile import read_lone_header
-from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
-from lastwords.checkpoint.reshard.rank_files import RankFiles, read_content
+from lastwords.checkpoint.part import read_lone_header
+from lastwords.checkpoint.reshard.rank_files import CheckpointSource, RankFiles, read_content
 from lastwords.checkpoint.reshard.rank_transform import SUFFIX, strategy_or_none, transform_rank
 from lastwords.checkpoint.reshard.strategy import Strategy, strategy_of, text
 from lastwords.checkpoint.system import REAL_OS, Os, make_directory, storage_errors, sync_directory

@@ -129,7 +129,7 @@ def _import_all() -> None:
     from lastwords.checkpoint.codec import prepare
     from lastwords.checkpoint.manifest import Manifest
     from lastwords.checkpoint.meta import LocalMeta, UnitMeta
-    from lastwords.checkpoint.part_tables import Heads
+    from lastwords.checkpoint.part import Heads
     from lastwords.checkpoint.starts import Start
     from lastwords.launcher import new_process  # noqa: F401
     from lastwords.optim_wrapper.ddp.ddp_found import known_ddps

@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from lastwords import threads
 from lastwords.clock import OwnTime, mono_s
-from lastwords.controller.telling import Telling
-from lastwords.controller.timeline import UNREADABLE, append_record, records
+from lastwords.controller.timeline import UNREADABLE, Telling, append_record, records
 from lastwords.controller.words import ranks_text
 from lastwords.errors import StorageError, UnavailableError
 from lastwords.launcher.core import LauncherCore

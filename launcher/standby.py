@@ -12,7 +12,7 @@ from lastwords.errors import UnavailableError
 from lastwords.liveness.pidfd import PidWatcher
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import Silence
+from lastwords.processor.ring import Silence
 
 AGAIN_S = 1.0
 """Before another try where no thread can be started."""

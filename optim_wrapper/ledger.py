@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
 
-from lastwords.checkpoint.reason import Reason, as_reason
+from lastwords.checkpoint.entries import Reason, as_reason
 
 
 class Ledger:

@@ -18,8 +18,8 @@ from typing import Any
 from lastwords import clock
 from lastwords.checkpoint import load
 from lastwords.checkpoint.system import REAL_OS
-from lastwords.controller.query import find_controller, query_state
-from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
+from lastwords.controller.handover import INCIDENTS_FILE, LOG_DIRECTORY
+from lastwords.controller.takeover import find_controller, query_state
 from lastwords.controller.timeline import RECORD_BYTES_MAX
 from lastwords.errors import ConfigError, ProtocolError, StorageError, UnavailableError
 from lastwords.page.columns import Look, Rate, compact, difference, newest_step

@@ -10,21 +10,25 @@ here: tensors arrive as memoryviews (`StateSource`).
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
+import traceback
+import types
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from lastwords import clock, errors, threads
+from lastwords.clock import Clock, mono_s
+from lastwords.errors import UnavailableError, named
 from lastwords.processor import departure as ways_out
-from lastwords.processor import events, interfaces, pulse
+from lastwords.processor import events
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
-from lastwords.processor.interfaces import GateLike, PhaseWord, SessionLike
-from lastwords.processor.saver import SaverSpec
-from lastwords.processor.step_work import StepWork
-from lastwords.processor.whereabouts import Whereabouts
-from lastwords.processor.writers import Writers
+from lastwords.processor.saver import SaverSpec, Writers
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     Exit,
@@ -37,12 +41,197 @@ from lastwords.vocabulary import (
     Report,
     Schedule,
     Settled,
+    Stack,
     Stand,
     Status,
     WholeCopy,
 )
 
+# What the agent needs of the things around it, and how often it looks at them.
+
+STATUS_INTERVAL_S = 0.1
+"""Status is coalesced to ten reports a second: every step is seen, no step costs a round trip."""
+
+PARK_POLL_S = 0.5
+"""A parked thread looks again this often even if nobody wakes it; a wake-up is an optimisation, not a need."""
+
+GATE_PAUSE_S = 0.00005
+"""Between two looks at the gate. A sleep, however short, gives the processor to the peers that are waited for: on 2
+cores spinning was up to a hundred times slower, sleeping as fast as a blocking wait. What the kernel makes of it is
+0.1 ms."""
+
+
+class SessionLike(Protocol):
+    """What the agent needs of a session with the controller (`processor.session.Session`)."""
+
+    def send(self, report: Report) -> None: ...
+
+    def look(self, asks: bool, now_s: float) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class GateLike(Protocol):
+    """A collective that this rank has entered (`optim_wrapper.trainer.gate.Gate`)."""
+
+    def passed(self) -> bool:
+        """Whether every rank has entered it. Raises GateFailedError if that can never be any more."""
+
+
+class PhaseWord(Protocol):
+    """Where the newest stand is written so that it survives `kill -9` (the black box)."""
+
+    def set_stand(self, phase: int, step: int) -> None: ...
+
+
+# The thread that keeps a rank's time: ticks for its core, its newest status. It outlives whatever goes wrong in it.
+
 _log = logging.getLogger(__name__)
+
+
+def keep_up(beat: Callable[[], bool], rank: int) -> None:
+    """Call `beat` until it says False. What it raises is logged, once where it comes again and again."""
+    said = ""
+    while True:
+        try:
+            if not beat():
+                return
+        except Exception as error:  # outermost loop of this thread: without ticks its rank would wait for ever
+            if named(error) != said:
+                _log.exception("the pulse of rank %d failed, and goes on", rank)
+            said = named(error)
+            time.sleep(STATUS_INTERVAL_S)
+
+
+# What a step takes a rank by itself, measured where it meets the others: two looks at the clock in each step.
+#
+# A rank that is slower than the others never waits for them, so between two ends of a step all ranks take equally
+# long. They differ in the time from where they have all met to where they meet again: the last gradient that is ready
+# before it is reduced, or the gate.
+
+STEPS = 32
+"""So many of the newest steps count. With the median of them a pause now and then, such as a validation, counts for
+nothing, and neither do the first steps, which may compile kernels."""
+
+STEPS_MIN = 8
+"""Of fewer steps nothing is said."""
+
+
+class StepWork:
+    """Of one rank. `arrive` and `go_on` are for the thread that trains (or its backward pass), `seconds` for any."""
+
+    def __init__(self, clock: Clock = mono_s) -> None:
+        self._clock = clock
+        self._newest_s: deque[float] = deque(maxlen=STEPS)
+        self._since_s: float | None = None
+        self._arrived_s: float | None = None
+
+    def arrive(self) -> None:
+        """From here on this rank waits for the others; of several arrivals in a step the last one counts."""
+        self._arrived_s = self._clock()
+
+    def go_on(self) -> None:
+        """All ranks have arrived. A step without an arrival is left out."""
+        since_s, arrived_s, self._since_s, self._arrived_s = self._since_s, self._arrived_s, self._clock(), None
+        if since_s is not None and arrived_s is not None:
+            self._newest_s.append(arrived_s - since_s)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the newest steps; 0.0: not known.
+
+        >>> now_s = iter(range(100))
+        >>> work = StepWork(lambda: next(now_s))
+        >>> for _ in range(STEPS_MIN):
+        ...     work.arrive(), work.go_on()
+        >>> work.seconds
+        0.0
+        >>> work.arrive(), work.go_on()
+        >>> work.seconds
+        1.0
+        """
+        newest_s = sorted(self._newest_s.copy())  # one call, during which no other thread appends
+        return float(newest_s[len(newest_s) // 2]) if len(newest_s) >= STEPS_MIN else 0.0
+
+
+# Where a training thread stands still: its Python frames say so, looked at from another thread and only then.
+#
+# A thread that is in a backward pass or in a collective for seconds may wait for a rank that never comes. Which line
+# of the user's that is, no one else can tell.
+
+STILL_S = 3.0
+"""So long a thread may take for a phase of its step before anybody looks where it is; most steps are shorter."""
+
+LOOK_S = 1.0
+
+_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")
+_BACKWARD = "torch.autograd.graph"
+_OTHERS = sys.stdlib_module_names | {"torch", "lastwords"}
+
+STACK_FRAMES = 64
+"""So many of the innermost frames are shown; a model of nested modules has some three for each level."""
+
+
+class Whereabouts:
+    """Of one thread. Not thread-safe: for the one thread that looks."""
+
+    def __init__(self, thread_id: int) -> None:
+        self._thread_id = thread_id
+        self._stand: Stand | None = None
+        self._look_at_s = 0.0
+        self._found = ("", "")
+
+    def places(self, stand: Stand, now_s: float) -> tuple[str, str]:
+        """File and line where it has been since `STILL_S` or longer; else "".
+
+        The first one if that is in a collective or a backward pass, the second one if it is in anything else.
+        """
+        if stand != self._stand:
+            self._stand, self._look_at_s, self._found = stand, now_s + STILL_S, ("", "")
+        elif now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            self._found = places_of(sys._current_frames().get(self._thread_id))
+        return self._found
+
+    def show(self, text: str, rank: int, generation: int, report: Callable[[Stack], None]) -> threading.Thread | None:
+        """Report the thread's stack, and log `text` and the stack below it; from a thread of its own.
+
+        That one waits where the thread has stopped inside the log. Without one, the stack is only reported.
+        """
+
+        def look() -> None:
+            try:
+                report(Stack(rank, generation, stack := self.stack()))
+                _log.warning("%s\n%s", text, stack)
+            except Exception:  # the outermost frame of this thread: it only tells people
+                _log.exception("the stack of rank %d could not be told", rank)
+
+        try:
+            return threads.start(look, name="lastwords-stack")
+        except UnavailableError:
+            report(Stack(rank, generation, self.stack()))
+            return None
+
+    def stack(self) -> str:
+        """The thread's Python frames, the innermost last, each with its line."""
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None:
+            return "(the thread has ended)"
+        return "".join(traceback.format_list(traceback.extract_stack(frame)[-STACK_FRAMES:])).rstrip()
+
+
+def places_of(frame: types.FrameType | None) -> tuple[str, str]:
+    """The innermost line of the user's that `frame` has come from, as in `Whereabouts.places`."""
+    waits = False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(_COLLECTIVES) or module == _BACKWARD:
+            waits = True
+        elif module.split(".", 1)[0] not in _OTHERS:
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return (place, "") if waits else ("", place)
+        frame = frame.f_back
+    return "", ""
 
 
 class Agent:
@@ -83,7 +272,7 @@ class Agent:
     def start(self, session: SessionLike) -> None:
         """Begin to stream status; `session` has been created with this agent's callbacks. UnavailableError."""
         self._session = session
-        self._pulse = threads.start_patiently(pulse.keep_up, self._beat, self._core.rank, name="lastwords-pulse")
+        self._pulse = threads.start_patiently(keep_up, self._beat, self._core.rank, name="lastwords-pulse")
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the threads and the session; the incident, if any, is over. Idempotent, any thread."""
@@ -198,7 +387,7 @@ class Agent:
                         self._settle_calls()
                     self._park(lambda: core.may_proceed)
                     return
-                time.sleep(interfaces.GATE_PAUSE_S)
+                time.sleep(GATE_PAUSE_S)
             self._park(lambda: core.may_proceed or not core.frozen)
             if core.may_proceed:
                 return
@@ -302,7 +491,7 @@ class Agent:
         deadline_mono_s = clock.mono_s() + timeout_s
         with self._condition:
             while not ready() and not self._departure.decided and (left_s := deadline_mono_s - clock.mono_s()) > 0:
-                self._condition.wait(min(left_s, interfaces.PARK_POLL_S))
+                self._condition.wait(min(left_s, PARK_POLL_S))
         if not (is_ready := ready()):
             self._leave_if_told()
         return is_ready
@@ -418,7 +607,7 @@ class Agent:
                         self._settle_calls()
                         return True
                     self._settle_calls()
-                    self._condition.wait(interfaces.PARK_POLL_S)
+                    self._condition.wait(PARK_POLL_S)
             finally:
                 if not self._departure.decided:
                     self._in_our_hands -= 1
@@ -449,6 +638,6 @@ class Agent:
             self.report(status)
         with self._condition:
             if not self._closed:
-                due_s, latest_s = core.deadline_s, now_s + interfaces.STATUS_INTERVAL_S
+                due_s, latest_s = core.deadline_s, now_s + STATUS_INTERVAL_S
                 self._condition.wait(max(min(latest_s, latest_s if due_s is None else due_s) - now_s, 0.001))
         return True

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from lastwords.errors import ConfigError
 from lastwords.processor.events import (
     ERROR,
     WARNING,
@@ -51,8 +52,7 @@ from lastwords.processor.events import (
     Tick,
     Wake,
 )
-from lastwords.processor.phases import ENDED_PHASES, PARKED, TRANSITIONS, misuse, row
-from lastwords.processor.rank_state import RankState
+from lastwords.processor.participation import Correspondence, Grace, Outbox, Participation, Snapshots
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     PERIODIC,
@@ -75,17 +75,232 @@ from lastwords.vocabulary import (
     SaveWanted,
     Schedule,
     Signalled,
+    Stand,
     Welcome,
 )
 
-__all__ = ["ProcessorCore", "ProcessorOptions"]
+# The phases of a step as data: which call of the training thread leads where.
+#
+# `TRANSITIONS` is the whole of it; docs/protocol.md draws the same table. `PARKED` is what a call leads to if the rank
+# is frozen and has to answer False.
 
 _COMPUTING, _READY, _UPDATING = Phase.COMPUTING, Phase.READY, Phase.UPDATING
-_UPDATED, _TORN = Phase.UPDATED, Phase.TORN
+_UPDATED, _SKIPPED, _TORN, _DONE = Phase.UPDATED, Phase.SKIPPED, Phase.TORN, Phase.DONE
+
+TRANSITIONS: Final[Mapping[tuple[Phase, str], Phase]] = {
+    (_COMPUTING, "begin_loop"): _COMPUTING,
+    (_COMPUTING, "mark_ready"): _READY,
+    (_READY, "mark_ready"): _READY,  # the closure ran twice, or the gate was given up and entered again
+    (_READY, "try_update"): _UPDATING,
+    (_UPDATING, "mark_updated"): _UPDATED,
+    (_UPDATING, "mark_torn"): _TORN,
+    (_COMPUTING, "mark_corrupt"): _TORN,  # its replicas say that its weights are wrong
+    (_UPDATED, "mark_corrupt"): _TORN,  # its loop has trained steps again that are saved already
+    (_COMPUTING, "mark_skipped"): _SKIPPED,
+    (_READY, "mark_skipped"): _SKIPPED,  # the update itself found that there is nothing to do (found_inf)
+    (_READY, "mark_gate_failed"): _READY,  # the gradients can still be applied, if Proceed says so
+    (_SKIPPED, "mark_gate_failed"): _SKIPPED,
+    (_UPDATED, "try_end_step"): _COMPUTING,
+    (_SKIPPED, "try_end_step"): _COMPUTING,
+    (_COMPUTING, "try_end_step"): _COMPUTING,  # a step without an update, by way of SKIPPED
+    (_COMPUTING, "mark_left"): _DONE,
+    (_READY, "mark_left"): _DONE,
+    (_DONE, "mark_left"): _DONE,
+    (_TORN, "mark_left"): _TORN,  # reported as an exception: these weights are of no step
+    (_COMPUTING, "mark_raised"): _COMPUTING,
+    (_READY, "mark_raised"): _COMPUTING,  # nobody is left to apply the gradients: N+1 is out of reach
+    (_UPDATING, "mark_raised"): _TORN,
+    (_UPDATED, "mark_raised"): _UPDATED,
+    (_SKIPPED, "mark_raised"): _SKIPPED,
+    (_TORN, "mark_raised"): _TORN,
+    (_DONE, "mark_raised"): _DONE,
+}
+"""Phase after a call of the training thread that does not park. Every pair that is missing is a ConfigError."""
+
+PARKED: Final[Mapping[tuple[Phase, str], Phase]] = {
+    (_READY, "try_update"): _READY,
+    (_UPDATED, "try_end_step"): _UPDATED,
+    (_SKIPPED, "try_end_step"): _SKIPPED,
+    (_COMPUTING, "try_end_step"): _SKIPPED,
+}
+"""Phase after a call that answers False because the rank is frozen."""
+
+_MISUSE: Final[Mapping[str, str]] = {
+    "begin_loop": "a training loop was started in the middle of a step",
+    "mark_ready": "optimizer.step() was called again before the step was ended; call step_end() once after each "
+    "step(), also where the loop catches an exception in between",
+    "try_update": "an update was entered without READY",
+    "mark_updated": "an update was ended that had not begun",
+    "mark_torn": "an update was torn that had not begun",
+    "mark_skipped": "a step was marked as skipped in which an update took place",
+    "mark_corrupt": "weights were found to be wrong in the middle of an update",
+    "mark_gate_failed": "a gate failed outside of a step",
+    "try_end_step": "step_end() was called in the middle of an update or without a step",
+    "mark_left": "the loop was left in the middle of a step; end the step first",
+}
+
+ENDED_PHASES: Final = (_COMPUTING, _DONE)
+"""Phases whose stand carries the step that was ended; the others carry the one under way."""
+
+
+def row(method: str) -> tuple[Phase | None, ...]:
+    """The entries of TRANSITIONS for one method, indexed by phase: quicker than a dict of pairs."""
+    return (None, *(TRANSITIONS.get((phase, method)) for phase in Phase))
+
+
+def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
+    """The error for a call that TRANSITIONS does not have; its text is for the author of the training loop."""
+    text = _MISUSE.get(method, "the calls of the training loop are out of order")
+    if stand.phase is _TORN:
+        text = "an update failed half-way, so the weights belong to no step; this rank cannot continue training"
+    elif stand.phase is _DONE:
+        text = "the training loop has been left already"
+    return ConfigError(f"rank {rank} at {stand}: {text}")
+
+
+# What one rank's core remembers, and what it can be asked. Pure; the calls and events are in `processor.core`.
+
+_END_ROW: Final = row("try_end_step")
+
+
+class RankState:
+    """State of one rank in the protocol, and the queries on it. Not thread-safe: the shell has the lock."""
+
+    def __init__(
+        self, rank: int, generation: int, start_step: int = 0, options: ProcessorOptions | None = None
+    ) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.options = options or ProcessorOptions()
+        self._phase = _COMPUTING
+        self._ended_step = start_step
+        self._outbox = Outbox()
+        self._part = Participation(rank, generation, self._outbox)
+        self._snapshots = Snapshots(rank, generation, self._outbox)
+        self._said = Correspondence(self._part, self._outbox, self.options)
+        self._welcomed = False
+        self._released = False
+        self._leaving = False
+        self._now_s = 0.0
+        self._step_end_grace = Grace(self.options.step_end_grace_s)
+        self._update_grace = Grace(self.options.update_grace_s)
+        self._has_copy = self.options.has_copy
+        self._retreated = False  # in this incident this rank stands by its copy of the last step
+
+    # ------------------------------------------------------------------ queries
+
+    @property
+    def phase(self) -> Phase:
+        """That of the stand."""
+        return self._phase
+
+    @property
+    def step(self) -> int:
+        """That of the stand: the one that was ended last, or the one under way."""
+        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
+
+    @property
+    def stand(self) -> Stand:
+        """Exactly where this rank stands."""
+        return Stand(self._phase, self.step)
+
+    @property
+    def settled_stand(self) -> Stand:
+        """What the controller is told: the stand, or that of the copy which this rank has gone back to."""
+        return Stand(_COMPUTING, self._ended_step) if self._retreated else self.stand
+
+    @property
+    def ended_step(self) -> int:
+        """Newest global step that this rank has ended."""
+        return self._ended_step
+
+    @property
+    def frozen(self) -> bool:
+        """True from Freeze to Resume: no update may begin. An Exit ends it with the process."""
+        return self._part.incident != 0
+
+    @property
+    def incident(self) -> int:
+        """The incident in which this rank is frozen, 0 if none."""
+        return self._part.incident
+
+    @property
+    def may_train(self) -> bool:
+        """True if the training thread may go on with its loop."""
+        return not (self._part.incident or self._leaving or self._said.left or self._said.raised)
+
+    @property
+    def copy_due(self) -> Save | None:
+        """The periodic checkpoint for which the state has to be copied now, before anything of it moves on."""
+        order = self._snapshots.due(self._ended_step)
+        if order is None or self._phase not in ENDED_PHASES or self._part.incident or self._leaving:
+            return None
+        return order
+
+    @property
+    def may_end_step(self) -> bool:
+        """True if `try_end_step` would end the step now.
+
+        A rank that has settled in UPDATED stays there: its committed rank-local state must not move any more,
+        because another process may be reading it.
+        """
+        if self._leaving or self._released or _END_ROW[self._phase] is None:
+            return False
+        return not self._part.incident or (self._phase is _UPDATED and self._part.settled is None)
+
+    @property
+    def may_proceed(self) -> bool:
+        """True if `try_update` would answer True although this rank is frozen."""
+        return self._phase is _READY and not self._leaving and self._part.proceed_step == self._ended_step + 1
+
+    @property
+    def loop_open(self) -> bool:
+        """True once all ranks have agreed on the loop that `begin_loop` announced."""
+        return self._said.loop_open
+
+    @property
+    def steps_done(self) -> bool:
+        """True if every step of the loop that `begin_loop` announced has ended: what comes now is the user's alone."""
+        loop = self._said.loop
+        last = 0 if loop is None else loop.steps_per_epoch * loop.epochs
+        return 0 < last <= self._ended_step and self._phase in ENDED_PHASES
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """True once this process has got a stop signal that was reported."""
+        return self._said.signalled is not None
+
+    @property
+    def welcomed(self) -> bool:
+        """True once the controller has said that all ranks are registered."""
+        return self._welcomed
+
+    @property
+    def asks(self) -> bool:
+        """True if this rank waits for the controller, was asked to stop, or knows of a death."""
+        return self._said.asks
+
+    @property
+    def needs_controller(self) -> bool:
+        """True until this rank knows how its job ends."""
+        return not (self._released or self._leaving)
+
+    @property
+    def released(self) -> bool:
+        """True once every rank has left the loop; this process may go on after it."""
+        return self._released
+
+    @property
+    def leaving(self) -> bool:
+        """True once this process has been told to end."""
+        return self._leaving
+
+
+__all__ = ["ProcessorCore", "ProcessorOptions"]
+
 
 _ROWS: Final[Mapping[str, tuple[Phase | None, ...]]] = {method: row(method) for _, method in TRANSITIONS}
 _READY_ROW: Final = _ROWS["mark_ready"]
-_END_ROW: Final = _ROWS["try_end_step"]
 
 
 class ProcessorCore(RankState):

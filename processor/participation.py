@@ -6,20 +6,335 @@ the incident ends in Resume; an Exit ends it with the process.
 
 from __future__ import annotations
 
-from lastwords.processor.events import INFO, CancelSave, Effect, Log, SendReport, StartSave
+from lastwords.processor.events import (
+    HELLO_PAUSE_MAX_S,
+    INFO,
+    RESEND_INTERVAL_S,
+    CancelSave,
+    Effect,
+    Log,
+    ProcessorOptions,
+    SayHello,
+    SendReport,
+    StartSave,
+)
 from lastwords.vocabulary import (
     Freeze,
+    Left,
+    LoopBegin,
+    PeerDied,
     Phase,
     Proceed,
+    Raised,
     Report,
     Resume,
     Save,
     Saved,
     SaveFailed,
     SaveProgress,
+    SaveWanted,
     Settled,
+    Signalled,
     Stand,
 )
+
+# A bounded wait that begins when it is first asked for. Pure.
+
+
+class Grace:
+    """Runs while it is `wanted`, and is over `seconds` after that began."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until_s: float | None = None
+
+    def over(self, wanted: bool, now_s: float) -> bool:
+        """True once, when the time is up; begins the wait if need be.
+
+        >>> grace = Grace(0.5)
+        >>> grace.over(True, 1.0), grace.over(True, 1.4), grace.over(True, 1.6)
+        (False, False, True)
+        """
+        if not wanted:
+            self._until_s = None
+        elif self._until_s is None:
+            self._until_s = now_s + self.seconds
+        elif now_s >= self._until_s:
+            self._until_s = None
+            return True
+        return False
+
+    def deadline_s(self, wanted: bool, now_s: float) -> float | None:
+        """When `over` has to be asked again; at once if the wait has not begun."""
+        return self._until_s if self._until_s is not None or not wanted else now_s
+
+
+# What one rank has told the controller and waits on, the session they share, and how long it waits.
+#
+# Owned by `processor.core`. A report is owed until the order that answers it arrives: it goes out again with every new
+# session, and now and then in between, so that nothing that was lost with a stream stays lost.
+
+
+class Correspondence:
+    """Reports that still matter, and the state of the session. `closed`: nothing is owed or waited for any more."""
+
+    def __init__(self, part: Participation, outbox: Outbox, options: ProcessorOptions) -> None:
+        self._part = part
+        self._outbox = outbox
+        self._options = options
+        self.loop: LoopBegin | None = None
+        self.loop_open = False
+        self.raised: Raised | None = None
+        self.signalled: Signalled | None = None
+        self.left: Left | None = None
+        self.wanted: SaveWanted | None = None  # until the state for one is copied
+        self.copied: SaveWanted | None = None  # then, until the next one is ordered: whoever follows may not know of it
+        self.deaths: dict[int, PeerDied] = {}  # of neighbours, said in each session: another controller may serve
+        self.closed = False
+        self.session_up = False
+        self.unprotected = False  # training goes on without a controller, and that has been said
+        self._was_up = False
+        self._down_since_s: float | None = None
+        self._resend_at_s: float | None = None
+        self._unanswered = False  # nobody has welcomed the Hello of this session
+        self._hello_pause = Grace(RESEND_INTERVAL_S)
+
+    # ------------------------------------------------------------------ what is owed
+
+    def owed(self) -> tuple[Report, ...]:
+        """What the controller may not know yet."""
+        if self.closed:
+            return ()
+        owed = (
+            None if self.loop_open else self.loop,
+            self.signalled,
+            self.raised,
+            self.wanted,
+            self.left,  # nothing is wanted once all have left
+            self._part.settled,
+            self._part.save_result,
+        )
+        return tuple(report for report in owed if report is not None)
+
+    def repeat(self) -> None:
+        """Send everything that is owed."""
+        for report in self.owed():
+            self._outbox.send(report)
+
+    @property
+    def waits(self) -> bool:
+        """True if this rank can do nothing but wait for the controller."""
+        return bool(self._part.incident or self.left or self.raised or (self.loop and not self.loop_open))
+
+    @property
+    def asks(self) -> bool:
+        """True if this rank has something to say that only a controller can act upon."""
+        return not self.closed and bool(self.waits or self.signalled or self.deaths)
+
+    @property
+    def only_left(self) -> bool:
+        """True if all that this rank waits for is that the others leave the loop, too."""
+        return self.left is not None and not self._part.incident and self.raised is None
+
+    def wait_text(self) -> str:
+        """What a rank that has to leave without a controller was doing: after "this rank had ended step 5 and"."""
+        if self._part.attempt:
+            return f"was taking part in saving a checkpoint in incident {self._part.incident}"
+        if self._part.incident:
+            return f"was stopped in incident {self._part.incident}"
+        if self.raised is not None:
+            return f"had reported an exception ({self.raised.summary})"
+        return "was waiting for the other ranks to begin the training loop"
+
+    # ------------------------------------------------------------------ session and time
+
+    def on_session_up(self) -> bool:
+        """A session is open. True if this rank had said that it was unprotected."""
+        was_unprotected, self.unprotected = self.unprotected, False
+        self.session_up = self._was_up = True
+        self._down_since_s = None
+        self._unanswered, self._hello_pause = True, Grace(RESEND_INTERVAL_S)
+        if self.copied is not None and not self.closed:
+            self._outbox.send(self.copied)
+        self.repeat()
+        for death in self.deaths.values():
+            self._outbox.send(death)
+        return was_unprotected
+
+    def on_copied(self) -> None:
+        """The state for what was wanted is copied, or could not be."""
+        self.wanted, self.copied = None, self.wanted
+
+    def on_welcome(self) -> None:
+        """The Hello of this session has arrived, and all ranks are registered."""
+        self._unanswered = False
+
+    def on_session_down(self, now_s: float) -> None:
+        """The session is broken; the first of several such words counts."""
+        if self.session_up:
+            self.session_up = False
+            self._down_since_s = now_s
+
+    def watch(self, now_s: float) -> None:
+        """A rank that never had a session is without one since its first event."""
+        if self._down_since_s is None and not self.session_up:
+            self._down_since_s = now_s
+
+    def controller_lost(self, now_s: float) -> bool:
+        """True if it is time to do something about a controller that is not there."""
+        at_s = self._lost_at_s()
+        return at_s is not None and now_s >= at_s
+
+    def run_timer(self, now_s: float) -> None:
+        """Repeat what is owed if it has been owed long enough."""
+        if not self.session_up or not self.owed():
+            self._resend_at_s = None
+        elif self._resend_at_s is None:
+            self._resend_at_s = now_s + RESEND_INTERVAL_S
+        elif now_s >= self._resend_at_s:
+            self._resend_at_s = now_s + RESEND_INTERVAL_S
+            self.repeat()
+        if self._hello_pause.over(self._greets, now_s):
+            self._hello_pause = Grace(min(2 * self._hello_pause.seconds, HELLO_PAUSE_MAX_S))
+            self._outbox.emit(SayHello())
+
+    @property
+    def _greets(self) -> bool:
+        return self._unanswered and self.session_up and not self.closed
+
+    def deadline_s(self, now_s: float) -> float | None:
+        """When `run_timer` or `controller_lost` has to be asked again, at the latest."""
+        if not self.session_up:
+            return self._lost_at_s()
+        if self._resend_at_s is None and self.owed():
+            return now_s  # a call of the training thread has made it so: start the timer
+        wanted = (self._resend_at_s, self._hello_pause.deadline_s(self._greets, now_s))
+        return min((at_s for at_s in wanted if at_s is not None), default=None)
+
+    def _lost_at_s(self) -> float | None:
+        if self.session_up or self._down_since_s is None or self.closed:
+            return None
+        if not self.waits and self.unprotected:
+            return None
+        soon = self._was_up and not self.waits
+        return self._down_since_s + (self._options.unprotected_s if soon else self._options.controller_lost_s)
+
+
+# One rank's part in periodic checkpoints: told the step, it copies its state there and writes behind the training.
+#
+# Owned by `processor.core`. An order waits until its step has ended. Between two steps the training thread then copies
+# the state, and a writer of its own takes the copy. The newest order counts, and an incident ends all of it.
+
+
+class Snapshots:
+    """At most one checkpoint: ordered, copied, being written, or answered."""
+
+    def __init__(self, rank: int, generation: int, outbox: Outbox) -> None:
+        self._rank = rank
+        self._generation = generation
+        self._outbox = outbox
+        self._attempt = 0
+        self._waiting: Save | None = None  # for its step
+        self._writing: Save | None = None
+        self._said: SaveProgress | Saved | SaveFailed | None = None
+
+    def due(self, ended_step: int) -> Save | None:
+        """What is to be copied now, `ended_step` being over and the next update still to come."""
+        order = self._waiting
+        return order if order is not None and order.step == ended_step else None
+
+    def is_new(self, order: Save) -> bool:
+        """Whether a checkpoint is ordered that this rank has not heard of."""
+        return order.attempt > self._attempt
+
+    def on_save(self, order: Save, ended_step: int, *, may_copy: bool) -> None:
+        """A checkpoint of a step is wanted. may_copy: the state is still that of `ended_step`."""
+        if order.attempt < self._attempt:
+            return
+        if order.attempt == self._attempt:
+            self.repeat()  # asked again: the answer was lost
+            return
+        self.cancel()
+        self._attempt = order.attempt
+        if order.step > ended_step or (order.step == ended_step and may_copy):
+            self._waiting = order
+            self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0))
+        else:
+            self._refuse(order, f"rank {self._rank} has ended step {ended_step} already", missed=True)
+
+    def repeat(self) -> None:
+        """The newest answer once more, in a new session."""
+        if self._said is not None:
+            self._outbox.send(self._said)
+
+    def copying(self, order: Save) -> None:
+        """The copy begins. It is one call in which nothing can be told, as fsync is, and has as long."""
+        self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0, syncing=True))
+
+    def copied(self, order: Save) -> None:
+        """The state is copied: write it, if it is still wanted."""
+        if self._waiting == order:
+            self._waiting, self._writing = None, order
+            self._outbox.emit(StartSave(order))
+
+    def not_copied(self, order: Save, reason: str) -> None:
+        """The state could not be copied."""
+        if self._waiting == order:
+            self._waiting = None
+            self._refuse(order, reason)
+
+    def on_left(self, ended_step: int) -> None:
+        """The loop is over after this step, which can still be copied: no other one comes."""
+        order = self._waiting
+        if order is not None and order.step > ended_step:
+            self._waiting = None
+            self._refuse(order, f"rank {self._rank} has left the training loop", missed=True)
+
+    def on_step_ended(self, ended_step: int) -> None:
+        """A step is over; one whose state was not copied in time is not copied any more."""
+        order = self._waiting
+        if order is not None and order.step < ended_step:
+            self._waiting = None
+            self._refuse(order, f"rank {self._rank} has trained on past step {order.step}", missed=True)
+
+    def on_progressed(self, attempt: int, bytes_written: int, syncing: bool) -> None:
+        """The writer moves, or is inside a call that makes it durable."""
+        order = self._of(attempt)
+        if order is not None:
+            self._answer(SaveProgress(self._rank, self._generation, order.incident, attempt, bytes_written, syncing))
+
+    def on_finished(self, attempt: int, bytes_written: int) -> None:
+        """The writer is done."""
+        order = self._of(attempt)
+        if order is not None:
+            self._writing = None
+            self._answer(Saved(self._rank, self._generation, order.incident, attempt, order.step, bytes_written))
+
+    def on_errored(self, attempt: int, reason: str, storage: bool) -> None:
+        """The writer gave up."""
+        order = self._of(attempt)
+        if order is not None:
+            self._writing = None
+            self._refuse(order, reason, storage=storage)
+
+    def cancel(self) -> None:
+        """Nothing that has been ordered is wanted any more."""
+        if self._writing is not None:
+            self._outbox.emit(CancelSave(self._writing.incident, self._writing.attempt))
+        self._waiting = self._writing = self._said = None
+
+    def _of(self, attempt: int) -> Save | None:
+        order = self._writing
+        return order if order is not None and order.attempt == attempt else None
+
+    def _refuse(self, order: Save, reason: str, *, storage: bool = False, missed: bool = False) -> None:
+        self._answer(
+            SaveFailed(self._rank, self._generation, order.incident, order.attempt, order.step, reason, storage, missed)
+        )
+
+    def _answer(self, answer: SaveProgress | Saved | SaveFailed) -> None:
+        self._said = answer
+        self._outbox.send(answer)
 
 
 def may_write(stand: Stand, step: int) -> bool:

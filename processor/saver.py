@@ -6,14 +6,20 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy
+
 from lastwords import clock, threads
 from lastwords.checkpoint import layout, part
+from lastwords.checkpoint.direct_io import as_bytes
+from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.part import LocalState, TensorSource, UnitState
 from lastwords.checkpoint.system import SyncWatch
 from lastwords.errors import IncompleteError, StorageError, UnavailableError, named
+from lastwords.processor.events import Event, SaveErrored, SaveFinished, SaveProgressed
 from lastwords.vocabulary import PERIODIC, Save, Stand
 
 _log = logging.getLogger(__name__)
@@ -252,3 +258,146 @@ def _named_by(locals_: Iterable[part.LocalState]) -> Position | None:
         if said.epoch is not None and said.step is not None:
             return Position(said.epoch, said.step)
     return None
+
+
+# The state of a rank at one step, copied into memory of its own, for a checkpoint that is written while it trains.
+
+
+class CopyMemory:
+    """Host memory that one copy after the other is taken into; it is allocated once, and grows with the state."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, numpy.ndarray[Any, numpy.dtype[numpy.uint8]]] = {}
+        self._used: dict[str, numpy.ndarray[Any, numpy.dtype[numpy.uint8]]] = {}
+
+    def begin(self) -> None:
+        """A new copy: what the one before used may be overwritten."""
+        self._buffers, self._used = {**self._buffers, **self._used}, {}
+
+    def end(self) -> None:
+        """The copy is taken: memory of tensors that are gone is given back."""
+        self._buffers = {}
+
+    def copy(self, spec: TensorSpec, source: TensorSource) -> memoryview:
+        """The tensor's bytes, which nothing else writes."""
+        memory = self._buffers.get(spec.name)
+        if memory is None or memory.nbytes != spec.nbytes:
+            memory = numpy.empty(spec.nbytes, numpy.uint8)
+        memory[:] = as_bytes(source() if callable(source) else source)
+        self._used[spec.name] = memory
+        return memory.data
+
+
+class CopiedState:
+    """`StateSource` of one order: everything that it names, as it was when this was made. Any thread."""
+
+    def __init__(self, source: StateSource, order: Save, stand: Stand, memory: CopyMemory) -> None:
+        """Copies, in the training thread. Raises what `source` raises."""
+        memory.begin()
+        step = order.step
+        units = {unit: source.unit_state(unit, step, stand) for unit in order.units}
+        locals_ = source.local_states(order.local_ranks, step)
+        self._units = {unit: replace(one, tensors=_copies(one.tensors, memory)) for unit, one in units.items()}
+        self._locals = {rank: replace(one, tensors=_copies(one.tensors, memory)) for rank, one in locals_.items()}
+        self._position = source.position(step)
+        self._facts = source.facts(step)
+        memory.end()
+
+    def position(self, step: int) -> Position | None:
+        """What the loop calls the step."""
+        return self._position
+
+    def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
+        """The unit's tensors."""
+        return self._units[unit]
+
+    def copied_unit(self, unit: str, step: int) -> UnitState:
+        """Not asked for: an order that this is made of names none."""
+        return self._units[unit]
+
+    def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
+        """Rank-local state."""
+        return self._locals
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What a resume has to know about the run."""
+        return self._facts
+
+
+def _copies(tensors: Sequence[tuple[TensorSpec, TensorSource]], memory: CopyMemory) -> list[tuple[TensorSpec, Any]]:
+    return [(spec, memory.copy(spec, source)) for spec, source in tensors]
+
+
+# The writers of a rank: one in an incident, which reads the live state, and one behind the training, from a copy.
+
+
+class Writers:
+    """Starts and ends `SaveJob`s; `handle` gets what they have to say, from their threads.
+
+    `copy` belongs to the training thread; `start` and `cancel` are called with the agent's lock.
+    """
+
+    def __init__(self, spec: SaverSpec, handle: Callable[[Event], None]) -> None:
+        self._spec = spec
+        self._handle = handle
+        self._in_incident: SaveJob | None = None
+        self._behind: SaveJob | None = None
+        self._copied: CopiedState | None = None
+        self._memory = CopyMemory()
+
+    def copy(self, order: Save, stand: Stand) -> str:
+        """Copy the state that `order` names; why that was impossible, or nothing."""
+        if self._behind is not None and not self._behind.ended:
+            return "the checkpoint before it is still being written"
+        try:
+            self._copied = CopiedState(self._spec.source, order, stand, self._memory)
+        except Exception as error:  # handed to the controller, and training goes on: it is only a checkpoint
+            _log.warning("rank %d could not copy step %d", self._spec.rank, order.step, exc_info=True)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def start(self, order: Save, stand: Stand) -> SaveErrored | None:
+        """Write what `order` names: the copy, if it is a periodic checkpoint, otherwise the state as it is.
+
+        An event if no thread can be started for that, which passes: the controller asks again, or somebody else.
+        """
+        try:
+            if order.incident == PERIODIC:
+                assert self._copied is not None, "it is asked for only after `copy`"
+                spec, self._copied = replace(self._spec, source=self._copied), None
+                self._behind = self._job(order, stand, spec, self._behind)
+            else:
+                self._in_incident = self._job(order, stand, self._spec, self._in_incident)
+        except UnavailableError as error:
+            return SaveErrored(order.incident, order.attempt, str(error), storage=True)
+        return None
+
+    def cancel(self, incident: int) -> None:
+        """Stop the writer, if there is one."""
+        job = self._behind if incident == PERIODIC else self._in_incident
+        if job is not None:
+            job.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether one still reads or writes; a cancelled one does until its next chunk."""
+        return not all(job is None or job.ended for job in (self._in_incident, self._behind))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for both to end, not longer than `timeout_s`: a file system may hang."""
+        deadline_mono_s = clock.mono_s() + timeout_s
+        for job in filter(None, (self._in_incident, self._behind)):
+            job.wait(max(deadline_mono_s - clock.mono_s(), 0.0))
+
+    def _job(self, order: Save, stand: Stand, spec: SaverSpec, after: SaveJob | None) -> SaveJob:
+        job = SaveJob(
+            order,
+            stand,
+            spec,
+            progress=lambda o, n, syncing: self._handle(SaveProgressed(o.incident, o.attempt, n, syncing)),
+            done=lambda o, n: self._handle(SaveFinished(o.incident, o.attempt, n)),
+            failed=lambda o, why, storage: self._handle(SaveErrored(o.incident, o.attempt, why, storage)),
+            after=after,
+        )
+        job.start()
+        return job

@@ -20,7 +20,7 @@ from typing import Any
 from lastwords import codec, descriptors, threads
 from lastwords.errors import ProtocolError, UnavailableError, named
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import Silence
+from lastwords.processor.ring import Silence
 from lastwords.transport import CLIENT_KEEPALIVE, Keepalive, call_metadata, channel_options, grpc
 from lastwords.vocabulary import Hello, Order, Report, SaveProgress, Settled, Status
 

@@ -45,8 +45,7 @@ from lastwords.checkpoint.layout import PartPath
 from lastwords.checkpoint.part import LocalState, TensorSource, UnitState
 from lastwords.errors import FormatError, IncompleteError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
-from lastwords.processor.box_layout import PAGE_BYTES
-from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.box_layout import PAGE_BYTES, HeldFiles
 from lastwords.vocabulary import WholeCopy
 
 _log = logging.getLogger(__name__)

@@ -62,7 +62,7 @@ def test_the_import_contracts_hold(tree: Path) -> None:
         ("checkpoint/layout.py", "import lastwords.liveness.paths", "Imports point one way"),
         ("processor/saver.py", "import torch", "torch stays in optim_wrapper"),
         ("liveness/paths.py", "import lastwords.transport", "checkpoint and liveness know nothing of gRPC"),
-        ("controller/query.py", "import lastwords.page.watch", "Imports point one way"),
+        ("controller/takeover.py", "import lastwords.page.watch", "Imports point one way"),
         ("optim_wrapper/launch/startup.py", "import lastwords.controller.server", "only how to start a controller"),
     ],
 )

@@ -4,11 +4,11 @@ Time-outs and periodic checkpoints go by the monotonic clock: cores are told the
 lists the modules that read the other one. What each of them does after a jump:
 
     checkpoint/publish.py, retention.py   times of checkpoints never go back; after a jump more of them stay, not less
-    checkpoint/stale.py, system.py        unfinished directories whose writer nobody knows stay for a day, not an hour
+    checkpoint/starts.py, system.py        unfinished directories whose writer nobody knows stay for a day, not an hour
     controller/handover.py                a controller that runs keeps its file
     controller/server.py, timeline.py     incidents have both clocks, the wall clock for people
-    controller/spans.py                   a recovery is moved as a whole, and lasts as long as it did
-    controller/state_file.py              a sign of life is another time, not a later one
+    controller/teller.py                   a recovery is moved as a whole, and lasts as long as it did
+    controller/handover.py              a sign of life is another time, not a later one
     launcher/host.py                      a file whose time differs is read again: its contents count
     liveness/leftovers.py                 a job with a living rank keeps its files
     cli/retention_commands.py             only shows ages
@@ -28,12 +28,12 @@ from pathlib import Path
 import pytest
 
 from lastwords import clock
-from lastwords.checkpoint import layout, load, publish, stale
+from lastwords.checkpoint import layout, load, publish, starts
 from lastwords.checkpoint.manifest import read_manifest
 from lastwords.checkpoint.retention import Rules, prune
-from lastwords.controller import handover, state_file
-from lastwords.controller.spans import spans_of
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller import handover
+from lastwords.controller.handover import ControllerSpec
+from lastwords.controller.teller import spans_of
 from lastwords.liveness import paths
 from lastwords.liveness.leftovers import remove_dead_job_dirs
 from lastwords.liveness.robust_mutex import LifeLine
@@ -115,7 +115,7 @@ def test_an_unfinished_directory_of_another_host_stays(tmp_path: Path) -> None:
     directory = Job(name="other").write(tmp_path, 30)
     for rank in (0, 1):
         (directory / f"rank_{rank}/part.json").unlink()
-    assert stale.remove_stale(tmp_path, "mine", 3) == []
+    assert starts.remove_stale(tmp_path, "mine", 3) == []
 
 
 def test_a_jump_of_more_than_a_day_makes_it_look_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ def test_a_jump_of_more_than_a_day_makes_it_look_abandoned(tmp_path: Path, monke
     directory = Job(name="other").write(tmp_path, 30)
     for rank in (0, 1):
         (directory / f"rank_{rank}/part.json").unlink()
-    wall_ns = clock.wall_ns() + int(stale.QUIET_S + HOUR_S) * 10**9
+    wall_ns = clock.wall_ns() + int(starts.QUIET_S + HOUR_S) * 10**9
     monkeypatch.setattr(clock, "wall_ns", lambda: wall_ns)
-    assert stale.remove_stale(tmp_path, "mine", 3) == [directory]
+    assert starts.remove_stale(tmp_path, "mine", 3) == [directory]
 
 
 @pytest.mark.usefixtures("jumped")
@@ -160,13 +160,13 @@ def test_a_sign_of_life_is_seen_though_the_clock_was_set_back(tmp_path: Path) ->
     path = paths.state_path("state-file", 2, "5f3a", root=tmp_path)
     path.parent.mkdir(mode=0o700)
     spec: ControllerSpec = dataclasses.replace(spec_of(tmp_path), nonce="5f3a")
-    file = state_file.StateFile(path, state_file.Owner(1, 1), spec, "token")
+    file = handover.StateFile(path, handover.Owner(1, 1), spec, "token")
     file.write(REMEMBERED)
     later_s = clock.wall_ns() / 1e9 + HOUR_S
     os.utime(path, (later_s, later_s))
-    before = state_file.beat(path)
+    before = handover.beat(path)
     file.beat()
-    beat = state_file.beat(path)
+    beat = handover.beat(path)
     assert beat is not None
     assert before is not None
     assert beat < before

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import logging
 import os as posix
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,24 +22,22 @@ from typing import TypeVar
 from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.appearing import TEMPORARY, alone_at, making_directory
 from lastwords.checkpoint.document import read_document
-from lastwords.checkpoint.lock_file import LockFile
+from lastwords.checkpoint.lock_file import LockFile, ReaderLock
 from lastwords.checkpoint.manifest import Claimed, Manifest
-from lastwords.checkpoint.reader_lock import ReaderLock
-from lastwords.checkpoint.remote.address import RemotePath, name_of
-from lastwords.checkpoint.remote.store import OnBytes, RemoteOs, Store
+from lastwords.checkpoint.remote.store import OnBytes, RemoteOs, RemotePath, Store, name_of, os_for
 from lastwords.checkpoint.removal import move_aside, refuse_strangers, replaced
-from lastwords.checkpoint.retry import patiently
 from lastwords.checkpoint.system import (
     REAL_OS,
     Os,
     close,
     make_directories,
+    patiently,
     read_whole,
     remove_tree,
     storage_errors,
     sync_directory,
 )
-from lastwords.errors import FormatError, ReplacedError, StorageError
+from lastwords.errors import FormatError, LastWordsError, ReplacedError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -290,3 +288,35 @@ def remove(directory: RemotePath, said: Claimed, store: Store) -> None:
         for path in (manifest, directory):
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)
+
+
+# From where a run goes on, if there is a remote store beside its directories.
+
+
+def local_of(sources: Sequence[Path]) -> list[Path]:
+    """Without the remote ones."""
+    return [path for path in sources if not isinstance(path, RemotePath)]
+
+
+def highest_generation(sources: Sequence[Path]) -> int:
+    """Of the checkpoints in a remote store, so that no start here gets one that was drawn before.
+
+    0 without a store, and, with a warning, where it does not answer; `resume` refuses what could be taken for newer.
+    """
+    remote = [path for path in sources if isinstance(path, RemotePath)]
+    if not remote:
+        return 0
+    try:
+        os = os_for(remote)
+        return max((Claimed.read(path, os).generation for path in load.candidates(remote, os)), default=0)
+    except LastWordsError as error:
+        logger.warning("it is not known which checkpoints are in %s: %s", remote[0], error)
+        return 0
+
+
+def fetched(path: Path, root: Path, on_bytes: OnBytes | None = None) -> Path:
+    """The checkpoint itself, downloaded into `root` first if it is a remote one. Errors as of `download`."""
+    if not isinstance(path, RemotePath):
+        return path
+    logger.info("downloading %s to %s", path, root)
+    return download(path, root, Store(path.parent), on_bytes)

@@ -14,17 +14,107 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lastwords import clock
-from lastwords.checkpoint import load
+from lastwords.checkpoint import layout, load
+from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.document import decode_document, encode_document, read_document, told
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.manifest import Claimed, read_manifest
-from lastwords.checkpoint.remote import record
-from lastwords.checkpoint.remote.address import RemotePath
-from lastwords.checkpoint.remote.store import OnBytes, Store
+from lastwords.checkpoint.meta import UPLOADED_FORMAT
+from lastwords.checkpoint.remote.store import OnBytes, RemotePath, Store, name_of
 from lastwords.checkpoint.remote.transfer import upload
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.errors import BusyError, CheckpointError, ReplacedError, StorageError
+from lastwords.errors import BusyError, CheckpointError, ConfigError, FormatError, ReplacedError, StorageError
+
+# What of a directory is known to have been uploaded, so that nothing else is pruned: `.lastwords-uploaded.json`.
+#
+# A fallback directory has a copy, which also says what is in the store of the checkpoints of the other. Written by
+# whoever uploads, read by whoever prunes. What cannot be read says that nothing has been uploaded.
 
 logger = logging.getLogger(__name__)
+
+FILE_NAME = ".lastwords-uploaded.json"
+_REMEDY = "remove it; it is written again"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """url: the store. names: which checkpoints have arrived there, by their names in it."""
+
+    url: str = ""
+    names: frozenset[str] = frozenset()
+
+    def encode(self) -> bytes:
+        content = {"format_version": UPLOADED_FORMAT, "url": self.url, "names": sorted(self.names)}
+        return encode_document(content)
+
+    @staticmethod
+    def decode(raw: bytes, where: Path) -> Record:
+        """FormatError.
+
+        >>> Record.decode(Record("s3://b/c", frozenset("x")).encode(), Path("f")).url
+        's3://b/c'
+        """
+        content = decode_document(raw, where=where, version_max=UPLOADED_FORMAT, remedy=_REMEDY)
+        with told(where, _REMEDY):  # a file has to say what has a default here
+            return typed({"url": None, "names": None, **content}, Record, "")
+
+
+def read(root: Path, os: Os = REAL_OS) -> Record | None:
+    """None if nobody uploads from this directory."""
+    path = root / FILE_NAME
+    try:
+        return Record.decode(read_document(path, os), path)
+    except FileNotFoundError:
+        return None
+    except (FormatError, StorageError) as error:
+        logger.warning("%s", error)
+        return Record()
+
+
+def refuse_checkpoint(root: Path, os: Os = REAL_OS) -> None:
+    """ConfigError if it is a checkpoint, in which a record is a foreign file."""
+    if layout.CheckpointName.parse(root.name) is not None or os.exists(root / layout.MANIFEST_NAME):
+        raise ConfigError(f"{root} is a checkpoint; give the directory that holds it: {root.absolute().parent}")
+
+
+def write(root: Path, record: Record, os: Os = REAL_OS) -> None:
+    """Durable on return. StorageError."""
+    write_file(root / FILE_NAME, record.encode(), os, replace=True)
+
+
+def begin(roots: Sequence[Path], url: str, os: Os = REAL_OS) -> None:
+    """For whoever starts an uploader: from now on nothing goes here before it has gone there.
+
+    The uploader would do the same in a moment, or never, where no library knows the URL. StorageError.
+    """
+    for root in roots:
+        if os.leads_to_directory(root):
+            known = read(root, os)
+            if known is None or known.url not in ("", url):
+                write(root, Record(url), os)
+
+
+def name_here(directory: Path, os: Os = REAL_OS) -> str:
+    """The name that this checkpoint has in a store; "" if it cannot be read, and so not be uploaded either."""
+    try:
+        raw = read_document(directory / layout.MANIFEST_NAME, os)
+    except (FileNotFoundError, FormatError, StorageError):
+        return ""
+    return name_of(Claimed.if_readable(directory, os).global_step, raw)
+
+
+def not_uploaded(root: Path, url: str = "", os: Os = REAL_OS) -> Callable[[Path], bool]:
+    """Whether a checkpoint still has to go to the store. url: which one; "": the one that the record in `root` names.
+
+    Without either, nothing has to go anywhere.
+    """
+    known = read(root, os)
+    if known is None and not url:
+        return lambda _: False
+    names = known.names if known is not None and url in ("", known.url) else frozenset()
+    return lambda path: name_here(path, os) not in names
+
 
 LOCK_NAME = ".lastwords-upload.lock"
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -66,7 +156,7 @@ def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> lis
         seen, said = load.look(path, os, every_file=True)
         if said is not None and seen.status is load.Status.COMPLETE and job in (None, said.job):
             found[path] = said
-    named = [Local(path, record.name_here(path, os), found[path]) for path in load.newest_first(found)]
+    named = [Local(path, name_here(path, os), found[path]) for path in load.newest_first(found)]
     return [one for one in named if one.name]
 
 
@@ -110,7 +200,7 @@ class Uploader:
         but one of them.
         """
         for root in self._roots:
-            record.refuse_checkpoint(root, self._os)
+            refuse_checkpoint(root, self._os)
         with LockFile(self._roots[0] / LOCK_NAME, self._os).held() as mine:
             if not mine:
                 raise BusyError(f"another process uploads the checkpoints in {self._roots[0]}")
@@ -119,9 +209,9 @@ class Uploader:
     def _upload_missing(self, again: bool, verify: bool) -> list[Local]:
         if self._store is None:
             self._store = Store(self._to)
-        known = record.read(self._roots[0], self._os)
+        known = read(self._roots[0], self._os)
         if known is None or known.url != str(self._to):
-            known = record.Record(str(self._to))
+            known = Record(str(self._to))
         self._note(known)
         here = complete_in(self._roots, self._job, self._os)
         kept = frozenset(one.name for one in complete_in(self._roots, None, self._os))
@@ -136,15 +226,15 @@ class Uploader:
             raise self._unwritten
         return uploaded
 
-    def _note(self, known: record.Record) -> None:
+    def _note(self, known: Record) -> None:
         """In every directory that there is, since each may be pruned by itself."""
         self._unwritten = None
         for root in self._roots:
             if root != self._roots[0] and not self._os.leads_to_directory(root):
                 continue
             try:
-                if record.read(root, self._os) != known:
-                    record.write(root, known, self._os)
+                if read(root, self._os) != known:
+                    write(root, known, self._os)
             except StorageError as error:
                 self._unwritten = error
 

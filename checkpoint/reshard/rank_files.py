@@ -14,25 +14,101 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.cuts import Piece
 from lastwords.checkpoint.document import damage
-from lastwords.checkpoint.entries import FileEntry, by_unit
+from lastwords.checkpoint.entries import Cause, FileEntry, UnitEntry, by_unit
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
 from lastwords.checkpoint.layout import MANIFEST_NAME, UnitTensorName, parse_tensor_name
-from lastwords.checkpoint.meta import FileContent, UnitMeta
-from lastwords.checkpoint.partfile import read_exactly
-from lastwords.checkpoint.reshard.published_files import PublishedFiles
-from lastwords.checkpoint.reshard.saved_state import Saved, join
-from lastwords.checkpoint.reshard.saved_units import SavedUnit, buffers_of_ranks, read_unit
-from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
-from lastwords.checkpoint.reshard.strategy_needs import Needs
+from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.lock_file import ReaderLock
+from lastwords.checkpoint.manifest import Manifest, read_manifest, read_published
+from lastwords.checkpoint.meta import FILE_FORMAT, FileContent, UnitMeta
+from lastwords.checkpoint.part import check_header, read_exactly
+from lastwords.checkpoint.reshard.saved_state import Saved, SavedUnit, buffers_of_ranks, join, read_unit, units_of
+from lastwords.checkpoint.reshard.strategy import Cut, Held, Needs, Strategy
+from lastwords.checkpoint.reshard.transform_plan import check_fit
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
-from lastwords.checkpoint.versions import FILE_FORMAT
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors, where_it_leads
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
 from lastwords.vocabulary import UNIT_REPLICATED, Share
+
+# Files of last words that still lie in their checkpoint's directory: its manifest knows their checksums.
+
+
+class PublishedFiles:
+    """Manifests beside files, each read once. For one thread. Nobody prunes their checkpoints while this lives."""
+
+    def __init__(self, os: Os) -> None:
+        self._os = os
+        self._manifests: dict[Path, Manifest] = {}
+        self._held: list[ReaderLock] = []
+        self._opened: dict[Path, tuple[FileEntry, Header]] = {}
+
+    def entry_of(self, path: Path) -> tuple[FileEntry, Header] | None:
+        """Checksums of `path` (CHECKPOINT/rank_N/NAME) and its checked header; None if no manifest lies beside.
+
+        FormatError for a manifest that is damaged or lists no such file, and for a header that is not as it says.
+        """
+        real = where_it_leads(path)
+        directory = real.parent.parent
+        manifest = self._manifest_of(real)
+        if manifest is None:
+            return None
+        name = f"{real.parent.name}/{real.name}"
+        entry = next((one for one in manifest.files if one.path == name), None)
+        if entry is None:
+            raise FormatError(
+                damage(
+                    directory / layout.MANIFEST_NAME,
+                    f"it does not list {name}, so that file's checksums are unknown; move files that are not "
+                    f"part of the checkpoint out of its directory",
+                )
+            )
+        header = check_header(
+            directory, entry, manifest.tensors_of(entry), rank=layout.PartPath.parse(name, where=str(directory)).rank,
+            global_step=manifest.global_step, os=self._os,
+        )  # fmt: skip
+        return manifest.with_chunks(entry), header
+
+    def unit_of(self, path: Path, unit: str) -> UnitEntry | None:
+        """The unit of which this file has shares, out of all of them; None if no manifest lies beside the file."""
+        manifest = self._manifest_of(where_it_leads(path))
+        return None if manifest is None else manifest.units[unit]
+
+    def stored(self, path: Path, unit: str, name: str) -> tuple[StoredTensor, ...]:
+        """Where a tensor of such a unit lies. Errors as of `entry_of`."""
+        entry = self.unit_of(path, unit)
+        assert entry is not None, "its file was opened by `unit_of`"
+        return tuple(self._piece(path, entry.shares[piece.share].file, piece) for piece in entry.wholes[name].pieces)
+
+    def _piece(self, path: Path, file: str, piece: Piece) -> StoredTensor:
+        beside = where_it_leads(path).parent.parent / file
+        found = self._opened.get(beside) or self.entry_of(beside)
+        assert found is not None
+        self._opened[beside] = found
+        entry, header = found
+        return StoredTensor(beside, header.tensors[piece.spec.name][1], piece.spec, entry, piece.offsets)
+
+    def _manifest_of(self, real: Path) -> Manifest | None:
+        directory = real.parent.parent
+        if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
+            return None
+        if directory not in self._manifests:
+            self._held.append(ReaderLock.take(directory, self._os))
+            self._manifests[directory] = read_published(directory, self._os)
+        return self._manifests[directory]
+
+    def nobody_has(self, name: str) -> bool:
+        """Whether no unit of the checkpoints that were met holds a tensor; False if none was met."""
+        units = [item for manifest in self._manifests.values() for item in manifest.units.items()]
+        return bool(units) and not any(
+            spec.name == f"unit/{unit}/{name}" for unit, entry in units for spec in entry.tensors
+        )
+
 
 Boxes = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """Offsets and shape of the whole, of each tensor that is a part."""
@@ -423,3 +499,57 @@ def _at(spec: TensorSpec, box: Box, shape: tuple[int, ...]) -> TensorSpec:
         return TensorSpec(spec.name, spec.dtype, spec.shape, shape, box.offsets)
     except ConfigError as error:
         raise MismatchError(f"{spec.name}: {error}") from error
+
+
+# A published checkpoint as a source: its own strategy, its own checksums, any rank's file for what several held.
+
+
+class CheckpointSource:
+    """All of a checkpoint, checked as a whole when this is made. Methods may be called from any thread.
+
+    Raises FormatError where its units contradict each other, IncompleteError, naming tensor and region, for what is in
+    no file, MismatchError for state that is divided in a way that is not understood.
+    """
+
+    checked = True
+
+    def __init__(self, checkpoint: Checkpoint, os: Os = REAL_OS) -> None:
+        manifest = checkpoint.manifest
+        self.checkpoint = checkpoint
+        self.moment = Moment(manifest.job, manifest.global_step, manifest.epoch, manifest.step)
+        units = [unit for _, unit in units_of(checkpoint.path, manifest)]
+        self.saved = join(units, copies=manifest.moved)
+        self.saved.check()
+        specs = {spec.name: spec for entry in manifest.locals.values() for spec in entry.tensors}
+        self._for_files = join([*units, buffers_of_ranks(specs, units)], copies=manifest.moved)
+        self._os = os
+        self._checked: Strategy | None = None
+
+    def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
+        """Everything, for any rank's file: with the buffers that each rank has saved for itself, unlike `saved`.
+
+        MismatchError if the strategy is of another model.
+        """
+        if wanted is not None and wanted is not self._checked:
+            check_fit(self._for_files, wanted)
+            self._checked = wanted
+        return self._for_files
+
+    def stored(self, name: str) -> tuple[StoredTensor, ...]:
+        """Where a tensor's bytes lie, and their checksums."""
+        return self.checkpoint.stored(name)
+
+    def check_unchanged(self) -> None:
+        """ReplacedError if it is not there any more, or another one is. Bytes that were read are checked as such."""
+        try:
+            same = read_manifest(self.checkpoint.path, self._os) == self.checkpoint.manifest
+        except (FormatError, IncompleteError):
+            same = False
+        if not same:
+            raise ReplacedError(f"{self.checkpoint.path} was replaced or removed while it was read; nothing is damaged")
+
+
+def lost_locals(manifest: Manifest) -> dict[int, str]:
+    """Why each rank's own state is not there, as the source's manifest says it."""
+    lost = [reason for reason in manifest.reasons if reason.cause is Cause.LOCAL_STATE_LOST]
+    return {rank: reason.detail for reason in lost for rank in reason.ranks}

@@ -14,16 +14,14 @@ from typing import Protocol
 from lastwords.checkpoint.appearing import making_file, refuse_existing
 from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
-from lastwords.checkpoint.meta import FileContent
+from lastwords.checkpoint.meta import FILE_FORMAT, FileContent
 from lastwords.checkpoint.reshard.rank_files import Moment, RankFiles
 from lastwords.checkpoint.reshard.saved_state import Saved
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy, text
-from lastwords.checkpoint.reshard.streamed import Streamed
-from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planned, whole_strategy
+from lastwords.checkpoint.reshard.transform_plan import Streamed, meta_of, of_rank, planned, whole_strategy
 from lastwords.checkpoint.slice_reader import SliceReader, Stored
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.checkpoint.versions import FILE_FORMAT
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
 
 SUFFIX = ".ckpt"

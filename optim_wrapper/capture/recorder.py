@@ -36,10 +36,10 @@ from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_diffe
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.agent import StepWork
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotKind
 from lastwords.processor.recurrence import Late
 from lastwords.processor.saver import Position
-from lastwords.processor.step_work import StepWork
 from lastwords.processor.whole_copies import WholeCopies
 from lastwords.sharding.agree import World
 from lastwords.sharding.declare import Unit

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.entries import Reason
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.meta import COMMITTED, NO_STATE, TENTATIVE, Habits, LocalMeta
-from lastwords.checkpoint.part import LocalState, UnitState
-from lastwords.checkpoint.reason import Reason
-from lastwords.checkpoint.shares import share_of
+from lastwords.checkpoint.part import LocalState, UnitState, share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
@@ -31,9 +30,7 @@ from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasS
 from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ, plain_part
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage
-from lastwords.processor.box_layout import SlotKind
-from lastwords.processor.box_reader import BoxReader, SlotCopy
-from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.box_layout import BoxReader, HeldFiles, SlotCopy, SlotKind
 from lastwords.processor.recurrence import Late, about_to_change, some
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies

@@ -27,8 +27,7 @@ import torch.distributed as dist
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.checkpoint.meta import BucketRecord
-from lastwords.checkpoint.versions import BUCKETS_VERSION
+from lastwords.checkpoint.meta import BUCKETS_VERSION, BucketRecord
 from lastwords.optim_wrapper.ddp.ddp_board import Board
 from lastwords.optim_wrapper.ddp.ddp_found import Listener, holding, places_of, span_of
 from lastwords.optim_wrapper.ddp.ddp_order import GradientOrder, options_of, replay_passes, unwatched

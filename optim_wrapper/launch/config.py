@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 
 from lastwords import log_lines
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.remote.address import address_of
-from lastwords.controller import telling
+from lastwords.checkpoint.remote.store import address_of
+from lastwords.controller import timeline
 from lastwords.controller.events import ControllerOptions
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
@@ -104,7 +104,7 @@ class Config:
         if data not in ("refetch", "skip"):
             raise ConfigError(f"data must be 'refetch' or 'skip', not {data!r}")
         log_lines.check(environ.get(log_lines.VARIABLE, ""))
-        telling.check_target(environ.get(telling.VARIABLE, ""))
+        timeline.check_target(environ.get(timeline.VARIABLE, ""))
         _warn_of_unknown(environ)
         job = environ.get("LASTWORDS_JOB", "")
         if job:
@@ -152,7 +152,7 @@ def variables() -> list[str]:
     parts = (Config, ControllerOptions, ProcessorOptions)
     names = [setting.name for part in parts for setting in dataclasses.fields(part) if setting.name.endswith("_s")]
     others = ("job", "token", "remote", "require_space", "shared_from_mb")
-    of_processes = (log_lines.VARIABLE, telling.VARIABLE)  # each reads them itself: a URL is nothing for command lines
+    of_processes = (log_lines.VARIABLE, timeline.VARIABLE)  # each reads them itself: a URL is nothing for command lines
     return sorted({*of_processes, *(f"{_PREFIX}{name.upper()}" for name in {*names, *others})})
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint import stale, starts
-from lastwords.checkpoint.probe import probe
-from lastwords.checkpoint.remote.fetch import highest_generation
+from lastwords.checkpoint import starts
+from lastwords.checkpoint.remote.transfer import highest_generation
+from lastwords.checkpoint.system import probe
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 from lastwords.optim_wrapper.launch.config import Config
@@ -123,7 +123,7 @@ def _tell_of_others(root: Path, job: str) -> None:
     """Without a name this job is not told apart from others that live in its directory, where it resumes."""
     with contextlib.suppress(OSError):
         names = os.listdir(root)
-        others = sorted({other for other, _ in stale.held(root, names)} - {job})
+        others = sorted({other for other, _ in starts.held(root, names)} - {job})
         if others:
             _log.warning(
                 "another job (%s) runs in %s, and this one has no name: what they write is kept apart, but resume() "

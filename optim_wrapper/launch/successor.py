@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lastwords import clock, threads
-from lastwords.controller import state_file
+from lastwords.controller import handover
+from lastwords.controller.handover import Owner
 from lastwords.controller.launch import start_successor
-from lastwords.controller.patience import Patience
-from lastwords.controller.state_file import Owner
+from lastwords.controller.saving import Patience
 from lastwords.errors import BusyError, ConfigError, LastWordsError, UnavailableError, is_shortage
 from lastwords.liveness import process_id
-from lastwords.processor.silence import Silence
+from lastwords.processor.ring import Silence
 from lastwords.vocabulary import ProcessId
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class ControllerWatch:
         UnavailableError if no thread can be started; only after some seconds if `patiently`.
         """
         try:
-            is_there = state_file.owner(self._path) is not None
+            is_there = handover.owner(self._path) is not None
         except UnavailableError:
             is_there = True  # the thread finds out
         if is_there:
@@ -107,7 +107,7 @@ class ControllerWatch:
         Any thread; returns at once where the controller lives or has ended by itself, after `LEAVE_S` at the latest.
         """
         try:
-            kept = state_file.read(self._path)
+            kept = handover.read(self._path)
         except LastWordsError:
             return
         if kept.memory.outcome is None or kept.owner.is_running or self._stopped.is_set():
@@ -161,7 +161,7 @@ class ControllerWatch:
         patience = Patience()
         while True:
             try:
-                return state_file.owner(self._path)
+                return handover.owner(self._path)
             except UnavailableError:
                 if self._is_stopped_within(patience):
                     return None
@@ -186,7 +186,7 @@ class ControllerWatch:
 
     def _is_silent(self) -> bool:
         now_s, asks = self._own_time.at(clock.mono_s()), self._asks()
-        self._silence.look(state_file.beat(self._path) if self._reached() else None, now_s)
+        self._silence.look(handover.beat(self._path) if self._reached() else None, now_s)
         if not self._silence.is_over(asks, is_first=True, now_s=now_s) or not self._wanted():
             return False
         is_first = self._living_before() == 0

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lastwords.checkpoint.run_facts import Drawn, LoopFacts
+from lastwords.checkpoint.meta import Drawn, LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.launch.progress import Progress

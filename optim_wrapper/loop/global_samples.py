@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lastwords.checkpoint.run_facts import Begun, Dealing, LoopFacts
+from lastwords.checkpoint.meta import Begun, Dealing, LoopFacts
 
 _OF_THE_ORDER = ("samples", "shuffle", "seed")
 

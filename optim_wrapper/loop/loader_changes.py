@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lastwords.checkpoint.run_facts import Begun, Dealing, Inputs, LoopFacts, differences
+from lastwords.checkpoint.meta import Begun, Dealing, Inputs, LoopFacts, differences
 from lastwords.optim_wrapper.loop.global_samples import Carried, carry, samples_seen
 
 _OF_BATCHES = frozenset({"batch_size", "drop_last", "batches", "accumulate"})

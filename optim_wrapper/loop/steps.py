@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
-from lastwords.checkpoint.run_facts import LoopFacts
+from lastwords.checkpoint.meta import LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.ledger import Ledger

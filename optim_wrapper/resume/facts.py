@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from lastwords.checkpoint.run_facts import RunFacts, differences
+from lastwords.checkpoint.meta import RunFacts, differences
 from lastwords.optim_wrapper.ddp.ddp_private import find_ddp, is_compiled
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 

@@ -16,14 +16,20 @@ from pathlib import Path
 
 import torch
 
-from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint.boxes import Box, Divided, Slice, check_shards, slices_for, whole
+from lastwords.checkpoint.entries import leaves, renamed
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree, UnitMeta
-from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS, Group, Saved, join, options_of, renumbered
-from lastwords.checkpoint.reshard.saved_units import SavedUnit
-from lastwords.checkpoint.reshard_plan import Divided, Slice, check_shards, slices_for
-from lastwords.checkpoint.state_trees import leaves, renamed
+from lastwords.checkpoint.reshard.saved_state import (
+    MOVED_BY_SCHEDULERS,
+    Group,
+    Saved,
+    SavedUnit,
+    join,
+    options_of,
+    renumbered,
+)
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 from lastwords.optim_wrapper.state.state_view import Names, UnitView

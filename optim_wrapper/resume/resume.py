@@ -11,13 +11,22 @@ from typing import Any
 import torch
 
 from lastwords.checkpoint import load, starts
+from lastwords.checkpoint.entries import Cause, Reason, as_reason, merged
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN
+from lastwords.checkpoint.load import Stamp, damage_told_from_replacement
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import COMMITTED, BucketRecord, ExtrasMeta, Marks, StepDocument, Tree, groups_of
-from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement
-from lastwords.checkpoint.reason import Cause, Reason, as_reason, merged
-from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
+from lastwords.checkpoint.meta import (
+    COMMITTED,
+    BucketRecord,
+    ExtrasMeta,
+    LoopFacts,
+    Marks,
+    RunFacts,
+    StepDocument,
+    Tree,
+    groups_of,
+)
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper import added_groups
 from lastwords.optim_wrapper.capture.buffers import SavedForms
@@ -49,7 +58,7 @@ from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
-from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.vocabulary import UNIT_REPLICATED

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lastwords.checkpoint import load
+from lastwords.checkpoint.load import Stamp, damage_told_from_replacement, stamp_of_chosen
 from lastwords.checkpoint.manifest import Manifest, read_manifest
-from lastwords.checkpoint.reading import Stamp, damage_told_from_replacement, stamp_of_chosen
-from lastwords.checkpoint.remote.address import RemotePath, place
-from lastwords.checkpoint.remote.fetch import fetched, local_of
-from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.remote.store import RemotePath, os_for, place
+from lastwords.checkpoint.remote.transfer import fetched, local_of
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.clock import mono_s
 from lastwords.errors import (

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import xxhash
 
+from lastwords.checkpoint.entries import Cause, Reason
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.reshard import Resharded, VirtualUnit
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.resume.survey import Survey
-from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED

@@ -13,8 +13,7 @@ from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, groups_of
-from lastwords.checkpoint.remote.address import address_of
-from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.remote.store import address_of, os_for
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, chosen_of, look_for

@@ -11,7 +11,7 @@ import torch
 from lastwords.checkpoint.boxes import Box, overlap
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.reshard.saved_units import SavedUnit, units_of
+from lastwords.checkpoint.reshard.saved_state import SavedUnit, units_of
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
 from lastwords.sharding.pieces import Members

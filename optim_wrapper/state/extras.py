@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from lastwords.checkpoint.entries import renamed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, Tree
 from lastwords.checkpoint.part import TensorSource
-from lastwords.checkpoint.state_trees import renamed
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger

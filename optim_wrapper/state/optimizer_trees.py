@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from lastwords.checkpoint.entries import folded, node_of
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import Tree
-from lastwords.checkpoint.state_trees import folded, node_of
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, take_apart
 from lastwords.optim_wrapper.tensors.value_copies import copied

@@ -1,6 +1,6 @@
 """Nested Python values with tensors in them, taken apart for storage and put together again, exactly.
 
-A value becomes a tree (see `lastwords.checkpoint.state_trees`) and named tensors. What is neither plain nor simply a
+A value becomes a tree (see `lastwords.checkpoint.entries`) and named tensors. What is neither plain nor simply a
 tensor is of a *kind* (a text), has plain values about it, and values inside, tensors among them: containers; numpy
 arrays; sparse tensors; tensors that are made of others (torch calls their classes traceable: quantized moments, say);
 torch's generators, its types, devices, shapes and layouts. Only what is listed here is ever made again.
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lastwords.checkpoint.entries import PAIRS, folded, node_of
 from lastwords.checkpoint.meta import Tree
-from lastwords.checkpoint.state_trees import PAIRS, folded, node_of
 from lastwords.checkpoint.storable import (
     DEPTH_MAX,
     FACTORIES,

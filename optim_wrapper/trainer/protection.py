@@ -22,7 +22,7 @@ from lastwords import log_lines, threads
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Claimed
 from lastwords.controller import launch as controller_launch
-from lastwords.controller.spec import INCIDENTS_FILE, LOG_DIRECTORY
+from lastwords.controller.handover import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.timeline import recorded_exit
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import leftovers, paths
@@ -39,11 +39,10 @@ from lastwords.processor.agent import Agent
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED, THREADS, UNWIND_S, Departure, Verdict, say
-from lastwords.processor.ring import HostRing, living_before
+from lastwords.processor.ring import HostRing, Silence, living_before
 from lastwords.processor.saver import SaverSpec
 from lastwords.processor.session import Session
 from lastwords.processor.signals import SignalGuard
-from lastwords.processor.silence import Silence
 from lastwords.transport import host_port, start_of
 from lastwords.vocabulary import UNIT_REPLICATED, Exit, Hello, ProcessId
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint.reason import Reason, first_of
-from lastwords.checkpoint.run_facts import RunFacts
+from lastwords.checkpoint.entries import Reason, first_of
+from lastwords.checkpoint.meta import RunFacts
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.trainer.job_shape import Options, settings_of
 from lastwords.optim_wrapper.trainer.protected_step import ProtectedStep
 from lastwords.optim_wrapper.trainer.protection import Protection
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies
 from lastwords.sharding.declare import Unit

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
-    from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys
-    from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
+    from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys, rank_list_for_transform
     from lastwords.errors import (
         BusyError,
         CheckpointError,
@@ -116,7 +115,7 @@ _WHERE = {
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
     "run": "lastwords.launcher.worker",
     "merge_pipeline_strategys": "lastwords.checkpoint.reshard.strategy",
-    "rank_list_for_transform": "lastwords.checkpoint.reshard.strategy_needs",
+    "rank_list_for_transform": "lastwords.checkpoint.reshard.strategy",
     "restore_group_info_list": "lastwords.sharding.group_info",
     "save_strategy": "lastwords.optim_wrapper.trainer.live_strategy",
     "transform_checkpoint_by_rank": "lastwords.checkpoint.reshard.rank_transform",

@@ -15,10 +15,8 @@ from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.meta import ExtrasMeta, LocalMeta, UnitMeta
-from lastwords.checkpoint.part import LocalState, UnitState
-from lastwords.checkpoint.partfile import read_lone_header
+from lastwords.checkpoint.part import LocalState, UnitState, read_lone_header, share_of
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
-from lastwords.checkpoint.shares import share_of
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.sharding.grouping import unit_name
 from lastwords.vocabulary import Share

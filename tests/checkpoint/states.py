@@ -12,8 +12,7 @@ import numpy as np
 from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
-from lastwords.checkpoint.part import LocalState, UnitState, write_part
-from lastwords.checkpoint.shares import share_of
+from lastwords.checkpoint.part import LocalState, UnitState, share_of, write_part
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.vocabulary import Share
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lastwords.checkpoint import layout, load
-from lastwords.checkpoint.remote.address import RemotePath, address_of
-from lastwords.checkpoint.remote.store import OnBytes, RemoteOs, Store
+from lastwords.checkpoint.remote.store import OnBytes, RemoteOs, RemotePath, Store, address_of
 
 
 class KilledError(BaseException):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.checkpoint import layout, load, publish, stale
+from lastwords.checkpoint import layout, load, publish, starts
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import CheckpointError, LastWordsError
 from tests.checkpoint.interposed import Crash, InterposedOs, counting, crashing_at
@@ -256,7 +256,7 @@ def test_publish_itself_refuses_what_was_not_verified(tmp_path: Path) -> None:
 
 def test_deleting_the_older_one_first_is_caught() -> None:
     def save(root: Path, os: Os) -> None:
-        stale.discard(layout.checkpoint_dir(root, 36), os)
+        starts.discard(layout.checkpoint_dir(root, 36), os)
         NEWER.save(root, 37, os)
 
     verdict = first_broken(lambda: disk_with(CASES["the next step"][0]), save)

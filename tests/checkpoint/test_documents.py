@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import glance, publish
+from lastwords.checkpoint import manifest, publish
 from lastwords.checkpoint.document import compact, encode_document, in_steps
+from lastwords.checkpoint.entries import Reason
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.part import Part
-from lastwords.checkpoint.part_head import PartHead
-from lastwords.checkpoint.reason import Reason
-from lastwords.checkpoint.remote.record import Record
+from lastwords.checkpoint.part import Part, PartHead
+from lastwords.checkpoint.remote.uploader import Record
 from lastwords.checkpoint.reshard.strategy import Strategy, strategy_of
 from lastwords.checkpoint.starts import Launch, Start
 from lastwords.checkpoint.system import REAL_OS
@@ -49,11 +48,11 @@ BY_NAME, FREE = ("units", "locals", "tensors"), ("meta", "facts")
 def glanced(raw: bytes, where: Path) -> object:
     """All that a glance says; the files themselves are not looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(glance, "EXAMINED_BYTES_MAX", 0)
-        patch.setattr(glance, "read_document", lambda *_: raw)
-        patch.setattr(glance, "check_sizes", lambda *_: None)
-        patch.setattr(glance, "_check_presence", lambda *_: None)
-        return glance.glance(where.parent, REAL_OS)
+        patch.setattr(manifest, "EXAMINED_BYTES_MAX", 0)
+        patch.setattr(manifest, "read_document", lambda *_: raw)
+        patch.setattr(manifest, "check_sizes", lambda *_: None)
+        patch.setattr(manifest, "_check_presence", lambda *_: None)
+        return manifest.glance(where.parent, REAL_OS)
 
 
 READERS: dict[str, Callable[[bytes, Path], object]] = {

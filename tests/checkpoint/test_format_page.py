@@ -10,7 +10,7 @@ import pytest
 from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.versions import MANIFEST_FORMAT
+from lastwords.checkpoint.meta import MANIFEST_FORMAT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 

@@ -114,8 +114,8 @@ def test_the_newest_of_very_many_ranks_is_found_without_opening_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_many(tmp_path, 20)
-    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
-    monkeypatch.setattr("lastwords.checkpoint.glance.SIZES_MAX", 19)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.SIZES_MAX", 19)
     os = Opened()
     assert load.latest(tmp_path, os=os) == path
     assert {one.name for one in os.paths} == {"manifest.json"}
@@ -134,8 +134,8 @@ def test_what_a_glance_finds_missing_or_changed_is_passed_over(
         (path / "manifest.json").write_bytes(encode_document(manifest))
     if defect == "name":
         path = path.rename(tmp_path / "tft_saved_checkpoints-step_3")
-    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
-    monkeypatch.setattr("lastwords.checkpoint.glance.SIZES_MAX", sizes_max)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.SIZES_MAX", sizes_max)
     seen = defect in ("directory", "manifest", "name", "future") or sizes_max == 3
     file = path / "rank_1/ttp_rank_1-1_2.ckpt"
     match defect:

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from lastwords.checkpoint import layout, load
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import decode_document, encode_document
-from lastwords.checkpoint.entries import FileEntry, LocalEntry, UnitEntry
+from lastwords.checkpoint.entries import Cause, FileEntry, LocalEntry, Reason, UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
-from lastwords.checkpoint.glance import glance
-from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, contradiction, read_manifest
+from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, contradiction, glance, read_manifest
 from lastwords.checkpoint.part import Part, read_part
-from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import FormatError, IncompleteError
 from tests import golden
@@ -347,7 +345,7 @@ def test_what_is_claimed_and_what_is_checked_say_the_same(
 ) -> None:
     path = Job(incident=incident, attempt=attempt).save(tmp_path, 37)
     manifest, claimed = read_manifest(path), Claimed.read(path)
-    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
     assert claimed == Claimed.of(manifest) == glance(path, REAL_OS) != Claimed()
     assert (manifest.kind, claimed.kind) == (kind, kind)
     assert manifest.is_periodic is claimed.is_periodic is (kind is Kind.PERIODIC)

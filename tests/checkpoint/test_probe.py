@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint.probe import NO_DIRECT, NO_DIRECTORY_FSYNC, NO_FALLOCATE, NO_LOCKS, probe
-from lastwords.checkpoint.system import Os, sync_directory
+from lastwords.checkpoint.system import NO_DIRECT, NO_DIRECTORY_FSYNC, NO_FALLOCATE, NO_LOCKS, Os, probe, sync_directory
 from lastwords.errors import StorageError
 from tests.checkpoint.interposed import InterposedOs
 from tests.checkpoint.simulated_disk import SimulatedOs

@@ -13,13 +13,13 @@ import safetensors
 import safetensors.torch
 import torch
 
-from lastwords.checkpoint import layout, load, publish, removal, stale
+from lastwords.checkpoint import layout, load, publish, removal, starts
 from lastwords.checkpoint.codec import INTEGER_MAX
 from lastwords.checkpoint.document import encode_document
+from lastwords.checkpoint.entries import Cause, Reason
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, write_part
-from lastwords.checkpoint.reason import Cause, Reason
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from tests import golden
@@ -192,7 +192,7 @@ def rewrite_part(rank_dir: Path, change: Callable[[Part], Part]) -> None:
 Damage = Callable[[Path], object]
 
 DEFECTS: dict[str, tuple[Damage, int, str]] = {
-    "a writer that never began": (lambda d: stale.discard(d / "rank_1"), 1, "did not finish"),
+    "a writer that never began": (lambda d: starts.discard(d / "rank_1"), 1, "did not finish"),
     "a writer that did not finish": (lambda d: (d / "rank_1/part.json").unlink(), 1, "did not finish"),
     "a part.json that was cut off": (lambda d: _truncate(d / "rank_1/part.json", 1), 1, "part.json is damaged"),
     "a missing file": (lambda d: (d / "rank_1/ttp_rank_1-4_7.ckpt").unlink(), 1, "is missing"),
@@ -706,13 +706,13 @@ def test_nothing_but_temporary_directories_is_ever_removed(tmp_path: Path) -> No
     link = JOB.again(generation=1).tmp_dir(tmp_path, 1)
     link.symlink_to(outside)
     JOB.again(generation=3).save(tmp_path, 37)
-    stale.discard(link)
+    starts.discard(link)
     assert (tmp_path / ".tmp-mine").is_dir()
     assert (outside / "precious").read_text() == "x"
 
 
 def test_discarding_what_is_not_there_is_fine(tmp_path: Path) -> None:
-    stale.discard(tmp_path / "nothing")
+    starts.discard(tmp_path / "nothing")
 
 
 def test_a_newer_part_is_refused_with_the_word_upgrade(tmp_path: Path) -> None:

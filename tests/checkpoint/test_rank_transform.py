@@ -21,9 +21,8 @@ from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.meta import EMPTY_UNIT
-from lastwords.checkpoint.reshard import rank_transform, streamed
-from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
-from lastwords.checkpoint.reshard.rank_files import RankFiles
+from lastwords.checkpoint.reshard import rank_transform, transform_plan
+from lastwords.checkpoint.reshard.rank_files import CheckpointSource, RankFiles
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.checkpoint.system import Os
 from lastwords.errors import (
@@ -582,7 +581,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     source = Strategy(4, {name: Cut("F32", (rows_each, 1024), held) for name in big.arrays if name != "buffer/mean"})
     saved = save_naively(tmp_path / "saved", big, source, os=QUICK)
     del big
-    monkeypatch.setattr(streamed, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(transform_plan, "BATCH_BYTES", 1 << 20)
     tensor_bytes = rows_each * 1024 * 4
     found = CheckpointSource(open_checkpoint(saved))
     tracemalloc.start()

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lastwords.checkpoint import load, reading, retention
-from lastwords.checkpoint.load import Checkpoint
-from lastwords.checkpoint.reading import read_checkpoint
+from lastwords.checkpoint import load, retention
+from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.errors import FormatError, IncompleteError, MismatchError, ReplacedError
 from lastwords.optim_wrapper.resume import resume_choice
 from tests import golden
@@ -130,7 +129,7 @@ def test_the_newest_that_is_pruned_before_the_first_look_is_chosen_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PERIODIC.save(tmp_path, 37)
-    removed_at(monkeypatch, reading, "latest", tmp_path)
+    removed_at(monkeypatch, load, "latest", tmp_path)
     assert read_checkpoint(tmp_path, lambda checkpoint: checkpoint.manifest.global_step) == 38
 
 

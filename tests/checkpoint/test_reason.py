@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lastwords.checkpoint.codec import brief, typed
-from lastwords.checkpoint.reason import Cause, Reason, merged
+from lastwords.checkpoint.entries import Cause, Reason, merged
 from lastwords.errors import FormatError
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from lastwords.checkpoint import layout, load, starts
 from lastwords.checkpoint.manifest import Claimed
-from lastwords.checkpoint.remote import address, fetch, record, transfer
+from lastwords.checkpoint.remote import store, transfer, uploader
 from lastwords.checkpoint.remote import store as store_module
-from lastwords.checkpoint.remote.address import RemotePath, address_of
-from lastwords.checkpoint.remote.store import RemoteOs, Store, os_for
+from lastwords.checkpoint.remote.store import RemoteOs, RemotePath, Store, address_of, os_for
 from lastwords.checkpoint.remote.transfer import download, upload
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import BusyError, ConfigError, FormatError, ReplacedError, StorageError
@@ -86,8 +85,8 @@ def test_what_is_no_directory_of_a_store_is_refused(url: str) -> None:
 
 
 def test_a_place_of_the_command_line_is_local_or_remote() -> None:
-    assert isinstance(address.place("s3://bucket/job"), RemotePath)
-    assert not isinstance(address.place("./s3:/bucket"), RemotePath)
+    assert isinstance(store.place("s3://bucket/job"), RemotePath)
+    assert not isinstance(store.place("./s3:/bucket"), RemotePath)
     assert os_for([Path("x")]) is REAL_OS
 
 
@@ -527,14 +526,14 @@ def test_a_fifo_there_is_no_file(tmp_path: Path, saved: Path) -> None:
 
 def test_only_what_the_record_of_this_store_names_has_been_uploaded(saved: Path) -> None:
     here = saved.parent
-    assert not record.not_uploaded(here)(saved)
-    assert record.not_uploaded(here, "s3://bucket/job")(saved)
-    record.write(here, record.Record("s3://bucket/job", frozenset((record.name_here(saved),))))
-    assert not record.not_uploaded(here, "s3://bucket/job")(saved)
-    assert not record.not_uploaded(here)(saved)
-    assert record.not_uploaded(here, "s3://bucket/other")(saved)
-    (here / record.FILE_NAME).write_bytes(b"{}")
-    assert record.not_uploaded(here)(saved)
+    assert not uploader.not_uploaded(here)(saved)
+    assert uploader.not_uploaded(here, "s3://bucket/job")(saved)
+    uploader.write(here, uploader.Record("s3://bucket/job", frozenset((uploader.name_here(saved),))))
+    assert not uploader.not_uploaded(here, "s3://bucket/job")(saved)
+    assert not uploader.not_uploaded(here)(saved)
+    assert uploader.not_uploaded(here, "s3://bucket/other")(saved)
+    (here / uploader.FILE_NAME).write_bytes(b"{}")
+    assert uploader.not_uploaded(here)(saved)
 
 
 # ---------------------------------------------------------------------- what a start and a resume know
@@ -544,14 +543,14 @@ def test_a_start_draws_above_every_generation_in_the_store(root: RemotePath, sav
     upload(JOB.again(generation=7).save(tmp_path / "before", 40), Store(root))
     here = tmp_path / "new"
     here.mkdir()
-    above = fetch.highest_generation([here, root])
+    above = transfer.highest_generation([here, root])
     assert above == 7
     assert starts.draw([here], starts.Launch(), above=above).generation == 8
-    assert fetch.highest_generation([here]) == 0
+    assert transfer.highest_generation([here]) == 0
 
 
 def test_a_store_that_does_not_answer_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert fetch.highest_generation([address_of("nostore://bucket/job")]) == 0
+    assert transfer.highest_generation([address_of("nostore://bucket/job")]) == 0
     golden.says(caplog.messages)
 
 

@@ -13,17 +13,21 @@ from hypothesis import strategies as st
 from lastwords.checkpoint.boxes import (
     Box,
     BoxIndex,
+    Divided,
+    Shard,
     between,
+    check_covered,
+    check_shards,
     first_overlap,
     is_run,
     overlap,
     slabs,
+    slices_for,
     span,
     uncovered,
     whole,
     without,
 )
-from lastwords.checkpoint.reshard_plan import Divided, Shard, check_covered, check_shards, slices_for
 from lastwords.errors import FormatError, IncompleteError, MismatchError
 from tests import golden
 
@@ -201,7 +205,7 @@ def test_a_slice_is_found_without_a_look_at_every_shard(monkeypatch: pytest.Monk
         looked.append(one)
         return overlap(one, other)
 
-    monkeypatch.setattr("lastwords.checkpoint.reshard_plan.overlap", counted)
+    monkeypatch.setattr("lastwords.checkpoint.boxes.overlap", counted)
     monkeypatch.setattr("lastwords.checkpoint.boxes.overlap", counted)
     grid = [Box((row, 8 * column), (1, 8)) for row in range(32) for column in range(32)]
     tensor = Divided("w", "F32", (32, 256), tuple(Shard(str(number), box) for number, box in enumerate(grid)))

@@ -16,12 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.checkpoint import layout, load, retention, stale
+from lastwords.checkpoint import layout, load, retention, starts
+from lastwords.checkpoint.load import read_checkpoint
 from lastwords.checkpoint.manifest import Claimed, Kind
-from lastwords.checkpoint.reading import read_checkpoint
-from lastwords.checkpoint.retention import Rules, Whole, carry_out, chosen, jobs_in, plan, prune
+from lastwords.checkpoint.retention import Rules, VerifiedOnce, Whole, carry_out, chosen, jobs_in, plan, prune
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.errors import BusyError, ConfigError, IncompleteError, StorageError
 from tests import golden
 from tests.checkpoint.states import Job, content_of, content_written
@@ -392,7 +391,7 @@ def test_what_was_being_removed_is_removed_by_others(tmp_path: Path, by: str) ->
     assert {path.name for path in tmp_path.iterdir()} == {hidden.name, "tft_saved_checkpoints-step_36"}
     assert [found.path.name[-2:] for found in load.scan(tmp_path)] == ["36"]
     if by == "a later start":
-        assert stale.remove_stale(tmp_path, "another", 1) == [hidden]
+        assert starts.remove_stale(tmp_path, "another", 1) == [hidden]
     else:
         prune([tmp_path], "another", Rules(1))
     assert [path.name for path in tmp_path.iterdir()] == ["tft_saved_checkpoints-step_36"]
@@ -402,7 +401,7 @@ def test_another_checkpoint_that_was_caught_by_the_rename_gets_its_name_back(tmp
     """Published by a later start between the look and the rename; its controller, or the machine, then ended."""
     caught = PERIODIC.again(generation=2, attempt=7).save(tmp_path, 35)
     caught.rename(tmp_path / ".removed-step_35-job-g1-i0-a1")
-    assert stale.remove_stale(tmp_path, "job", 3) == []
+    assert starts.remove_stale(tmp_path, "job", 3) == []
     assert content_of(caught) == content_written(PERIODIC, 35)
 
 
@@ -458,7 +457,7 @@ def test_nothing_is_raised_where_a_directory_cannot_be_listed(tmp_path: Path, ca
 
 def test_a_large_checkpoint_is_kept_and_goes_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lastwords.checkpoint.publish.TABLES_BYTES_MAX", 0)
-    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
     filled(tmp_path)
     next((layout.checkpoint_dir(tmp_path, 35) / "rank_1").glob("*.ckpt")).unlink()
     prune([tmp_path], "job", Rules(2))
@@ -692,7 +691,7 @@ def test_one_that_is_replaced_while_it_is_read_is_not_called_damaged(
 
 def test_a_large_one_is_read_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lastwords.checkpoint.publish.TABLES_BYTES_MAX", 0)
-    monkeypatch.setattr("lastwords.checkpoint.glance.EXAMINED_BYTES_MAX", 0)
+    monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
     filled(tmp_path, range(34, 37))
     for file in (layout.checkpoint_dir(tmp_path, 36) / "rank_1").glob("*.ckpt"):
         content = bytearray(file.read_bytes())

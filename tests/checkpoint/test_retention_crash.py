@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, load, publish, removal, replacing, stale
-from lastwords.checkpoint.reader_lock import ReaderLock
-from lastwords.checkpoint.retention import Plan, Rules, carry_out, plan, prune
+from lastwords.checkpoint import layout, load, publish, removal, starts
+from lastwords.checkpoint.lock_file import ReaderLock
+from lastwords.checkpoint.retention import Plan, Rules, VerifiedOnce, carry_out, plan, prune
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree
-from lastwords.checkpoint.verified_once import VerifiedOnce
 from lastwords.errors import BusyError, IncompleteError, LastWordsError
 from tests.checkpoint.interleaving import Choose, Machine, at_random, stopped_once
 from tests.checkpoint.interposed import Crash, InterposedOs, crashing_at
@@ -62,7 +61,7 @@ assert [SEEN.problem(one.path, one.said, _FILLED) for one in plan([ROOT], "job",
 def check(root: Path, os: Os, *, finished: bool) -> None:
     """What is visible is whole, what is to be kept is there, and a later start leaves nothing else."""
     whole(root, os)
-    stale.remove_stale(root, "job", 9, os)
+    starts.remove_stale(root, "job", 9, os)
     left = sorted(os.listdir(root))
     if any(name.startswith(".removed-") for name in left):
         raise Broken(f"a later start leaves {left}")
@@ -246,7 +245,9 @@ def one_is_left(made: SimulatedOs, ended: list[Any]) -> str:
 
 
 def test_several_that_prune_at_once_leave_what_each_has_to_keep() -> None:
-    assert list(judged([pruner(KEEP), pruner(2), lambda os: stale.remove_stale(ROOT, "job", 9, os)], one_is_left)) == []
+    assert (
+        list(judged([pruner(KEEP), pruner(2), lambda os: starts.remove_stale(ROOT, "job", 9, os)], one_is_left)) == []
+    )
 
 
 @pytest.mark.thorough
@@ -294,7 +295,7 @@ def test_two_that_disagree_and_hold_nothing_leave_none(monkeypatch: pytest.Monke
 def the_newest_is_there(made: SimulatedOs, ended: list[Any]) -> str:
     if ended[1].killed:
         return ""
-    stale.remove_stale(ROOT, "job", 9, made)
+    starts.remove_stale(ROOT, "job", 9, made)
     newest = load.latest(ROOT, os=made)
     if newest is None or content_of(newest, made) != content_written(JOB.again(seed=9), STEPS[0]):
         return f"what was published last is gone: {newest}"
@@ -416,7 +417,7 @@ def published_together(choose: Choose, can_exchange: bool) -> tuple[list[Any], S
     """One replaces its own checkpoint of a step while another job publishes that step."""
     before, written = _written(can_exchange)
     made = before.copy()
-    assert all(stale.Claim.take(ROOT, job.name, job.generation, made) for job in (JOB, OTHER))
+    assert all(starts.Claim.take(ROOT, job.name, job.generation, made) for job in (JOB, OTHER))
     bodies = [lambda os, job=job, at=at: publish.publish(ROOT, at, job.facts(34), os) for job, at in written]
     return Machine(made, choose).run(bodies), made
 
@@ -448,10 +449,8 @@ def test_what_two_jobs_publish_as_one_step_is_kept(can_exchange: bool) -> None:
 @pytest.mark.thorough
 def test_without_a_second_look_it_is_lost(monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     """Control of the one above: what lies in the temporary directory or aside is taken for what was there before."""
-    looks = replacing.is_older
-    monkeypatch.setattr(
-        replacing, "is_older", lambda at, manifest, os: looks(at, manifest, os) if is_final(at) else True
-    )
+    looks = publish.is_older
+    monkeypatch.setattr(publish, "is_older", lambda at, manifest, os: looks(at, manifest, os) if is_final(at) else True)
     assert any("gone" in text for text in lost_by_publication(can_exchange))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint.run_facts import Dealing, LoopFacts, RunFacts
+from lastwords.checkpoint.meta import Dealing, LoopFacts, RunFacts
 from lastwords.errors import FormatError
 
 IN_FILE: dict[str, Any] = {

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.entries import leaves, renamed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import UnitMeta
-from lastwords.checkpoint.reshard.saved_state import join
-from lastwords.checkpoint.reshard.saved_units import SavedUnit, placed, read_unit
+from lastwords.checkpoint.reshard.saved_state import SavedUnit, join, placed, read_unit
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.checkpoint.reshard.transform_plan import by_holders, meta_of, planned, whole_strategy
-from lastwords.checkpoint.state_trees import leaves, renamed
 from lastwords.errors import FormatError, MismatchError
 from tests import golden
 

@@ -14,16 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lastwords.checkpoint import layout, publish
-from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.boxes import Box, Divided, Shard, slices_for
 from lastwords.checkpoint.cuts import joined, plan_sum, split
 from lastwords.checkpoint.direct_io import as_bytes
 from lastwords.checkpoint.entries import UnitEntry, together
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import open_checkpoint, verify
 from lastwords.checkpoint.meta import EMPTY_UNIT
-from lastwords.checkpoint.part import UnitState, write_part
-from lastwords.checkpoint.reshard_plan import Divided, Shard, slices_for
-from lastwords.checkpoint.shares import share_of
+from lastwords.checkpoint.part import UnitState, share_of, write_part
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import FormatError
 from lastwords.vocabulary import Share, whole_units

@@ -15,12 +15,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.checkpoint import chunk_reader, slice_reader
-from lastwords.checkpoint.boxes import Box, whole
+from lastwords.checkpoint import slice_reader
+from lastwords.checkpoint.boxes import Box, Divided, Shard, slices_for, whole
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.reshard_plan import Divided, Shard, slices_for
 from lastwords.checkpoint.slice_reader import SliceReader, StoredTensor, Target
 from lastwords.checkpoint.system import Os
 from lastwords.errors import ConfigError, FormatError, IncompleteError
@@ -125,10 +124,10 @@ def test_any_boxes_of_any_cut_are_what_slices_of_the_whole_are(data: st.DataObje
     chunk = data.draw(st.sampled_from([16, 37, 64, 1000]))  # of 37 bytes: elements lie across its ends
     checked, bare = data.draw(st.sampled_from([(True, False), (False, False), (False, True)]))
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_reader, "CHUNK_BYTES", chunk)
+        patch.setattr(slice_reader, "CHUNK_BYTES", chunk)
         patch.setattr(slice_reader, "CHUNK_BYTES", chunk)
         patch.setattr(slice_reader, "PAGE_BYTES", data.draw(st.sampled_from([1, 8, 64])))
-        patch.setattr(chunk_reader, "_PIECES_MAX", data.draw(st.sampled_from([0, 2, 512])))
+        patch.setattr(slice_reader, "_PIECES_MAX", data.draw(st.sampled_from([0, 2, 512])))
         lead = data.draw(st.integers(0, 40))
         files = Files(Path(root), bytes_shaped(shape, dtype), dtype, data.draw(grids(shape)), lead, chunk)
         if bare:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, load, stale
-from lastwords.checkpoint.stale import Claim, remove_stale
+from lastwords.checkpoint import layout, load, starts
+from lastwords.checkpoint.starts import Claim, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, boot_id
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs
@@ -57,7 +57,7 @@ def test_another_jobs_directory_goes_at_once_only_if_its_controller_was_killed_o
 
     directory = nearly_published(tmp_path)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(stale, "boot_id", lambda: b"another kernel")
+        elsewhere.setattr(starts, "boot_id", lambda: b"another kernel")
         claim = Claim.take(tmp_path, OTHER.name, OTHER.generation)
     assert claim is not None
     REAL_OS.close(claim._fd)
@@ -258,11 +258,11 @@ def test_what_had_the_name_until_its_publisher_was_killed_goes_only_if_it_was_re
 def test_an_attempt_that_is_given_up_takes_nothing_with_it_that_it_has_changed_places_with(tmp_path: Path) -> None:
     NEXT.save(tmp_path, 30)
     hidden = unnamed(tmp_path, Job(name="mine", incident=0), 30, NEXT)
-    assert stale.discard_own(hidden)
+    assert starts.discard_own(hidden)
     assert load.latest(tmp_path, "mine") is not None
     for own in (NEXT, PERIODIC):
         hidden = unnamed(tmp_path, own, 30, NEXT)
-        assert stale.discard_own(hidden)
+        assert starts.discard_own(hidden)
         assert not hidden.exists()
     assert len(load.scan(tmp_path)) == 2
 

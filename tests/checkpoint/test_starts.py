@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.checkpoint import layout, stale, starts
+from lastwords.checkpoint import layout, starts
 from lastwords.checkpoint.starts import Launch, Start, draw
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import ConfigError, StorageError
@@ -238,7 +238,7 @@ def test_a_start_whose_controller_lives_is_not_forgotten(
 ) -> None:
     """Two starts of one LASTWORDS_JOB live at once; the older one is no longer its job's newest."""
     monkeypatch.setattr(starts, "STARTS_KEPT", 3)
-    claim = stale.Claim.take(tmp_path, "digits", draw([tmp_path], Launch(job="digits")).generation)
+    claim = starts.Claim.take(tmp_path, "digits", draw([tmp_path], Launch(job="digits")).generation)
     assert claim is not None
     if not lives:
         claim.release()

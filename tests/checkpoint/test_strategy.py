@@ -13,17 +13,17 @@ from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.meta import EMPTY_UNIT
-from lastwords.checkpoint.reshard import strategy_needs
+from lastwords.checkpoint.reshard import strategy
 from lastwords.checkpoint.reshard.strategy import (
     Cut,
     Held,
     Strategy,
     load_strategy,
     merge_pipeline_strategys,
+    rank_list_for_transform,
     save_strategy_file,
     strategy_of,
 )
-from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
 from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs, counting
@@ -64,13 +64,13 @@ def test_each_file_is_read_once_and_each_way_of_cutting_is_checked_once_for_all_
     """1024 ranks and 1000 tensors would take hours, with a second for one rank of eight."""
     counts = dict.fromkeys(("load_sound_strategy", "overlap"), 0)
     for name in counts:
-        plain = getattr(strategy_needs, name)
+        plain = getattr(strategy, name)
 
         def counted(*arguments: Any, name: str = name, plain: Any = plain) -> Any:
             counts[name] += 1
             return plain(*arguments)
 
-        monkeypatch.setattr(strategy_needs, name, counted)
+        monkeypatch.setattr(strategy, name, counted)
     tensors = {f"model/{number}": rows(64, 256).tensors["model/w"] for number in range(50)}
     source = saved(Strategy(64, tensors), tmp_path / "source")
     tensors = {name: rows(32, 256).tensors["model/w"] for name in tensors}

@@ -13,9 +13,8 @@ import pytest
 from lastwords import clock
 from lastwords.checkpoint import layout, load, retention
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.remote import record, uploader
-from lastwords.checkpoint.remote.address import RemotePath, address_of
-from lastwords.checkpoint.remote.store import Store, os_for
+from lastwords.checkpoint.remote import uploader
+from lastwords.checkpoint.remote.store import RemotePath, Store, address_of, os_for
 from lastwords.checkpoint.remote.uploader import LAST_TRIES_S, LOOK_S, PAUSES_S, Uploader, follow, wait_on
 from lastwords.checkpoint.system import Os
 from lastwords.errors import BusyError, ConfigError, StorageError
@@ -112,7 +111,7 @@ class FullDisk(Os):
         self.is_well = False
 
     def create(self, path: Path, *, direct: bool) -> int:
-        if record.FILE_NAME in path.name and not self.is_well:
+        if uploader.FILE_NAME in path.name and not self.is_well:
             raise OSError(errno.ENOSPC, posix.strerror(errno.ENOSPC))
         return super().create(path, direct=direct)
 
@@ -127,12 +126,12 @@ def test_a_full_disk_stops_no_upload_and_the_record_is_written_when_it_has_room(
         with golden.raises(StorageError):
             mine.upload_missing()
         assert steps_of(store) == [33, 32, 31]
-    assert record.read(here) is None
+    assert uploader.read(here) is None
     disk.is_well = True
     mine.upload_missing()
     assert steps_of(store) == [33, 32, 31], "nothing is sent twice"
     assert mine.upload_missing() == []
-    assert not any(map(record.not_uploaded(here), here.glob("tft_*")))
+    assert not any(map(uploader.not_uploaded(here), here.glob("tft_*")))
 
 
 def test_a_fallback_directory_has_a_record_of_its_own_as_soon_as_it_is_there(
@@ -144,9 +143,9 @@ def test_a_fallback_directory_has_a_record_of_its_own_as_soon_as_it_is_there(
     assert not other.exists()
     waits = PERIODIC.again(attempt=9).save(other, 34)
     mine.upload_missing()
-    assert not record.not_uploaded(other)(waits)
-    assert record.not_uploaded(other)(PERIODIC.again(attempt=10).save(other, 35))
-    assert record.read(other) == record.read(here)
+    assert not uploader.not_uploaded(other)(waits)
+    assert uploader.not_uploaded(other)(PERIODIC.again(attempt=10).save(other, 35))
+    assert uploader.read(other) == uploader.read(here)
 
 
 def test_one_checkpoint_is_no_directory_of_them(here: Path, store: WatchedStore) -> None:
@@ -183,7 +182,7 @@ def test_nothing_is_pruned_before_it_is_uploaded(
     url = str(store.root)
 
     def pruned() -> list[int]:
-        retention.prune([here], "job", retention.Rules(1), spared=record.not_uploaded(here, url))
+        retention.prune([here], "job", retention.Rules(1), spared=uploader.not_uploaded(here, url))
         return steps_in(here)
 
     assert pruned() == [31, 32, 33]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
-from lastwords.checkpoint.reading import find_checkpoint
+from lastwords.checkpoint.load import find_checkpoint
 from lastwords.checkpoint.system import REAL_OS, remove_tree
 from lastwords.cli.main import ExitCode, main
 from tests import golden

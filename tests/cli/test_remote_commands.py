@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint import layout, load, retention
-from lastwords.checkpoint.remote import record
-from lastwords.checkpoint.remote.address import RemotePath
-from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.remote import uploader
+from lastwords.checkpoint.remote.store import RemotePath, os_for
 from lastwords.cli.main import ExitCode, main
 from tests import golden
 from tests.checkpoint.states import Job
@@ -180,7 +179,7 @@ def test_one_checkpoint_is_not_uploaded_as_if_it_held_some(capsys: Capture, here
 
 
 def test_where_nobody_uploads_prune_is_as_ever(capsys: Capture, here: Path) -> None:
-    assert record.read(here) is None
+    assert uploader.read(here) is None
     run(capsys, "prune", here, "--keep", 1)
     assert steps_in(here) == [30, 33]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.checkpoint.line_file import append_line
+from lastwords.checkpoint.appearing import append_line
 from lastwords.cli import main as cli
 from lastwords.cli import status_command
 from lastwords.cli.status_command import newest_incidents

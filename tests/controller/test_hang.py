@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lastwords.controller.events import ControllerOptions, Log, Send, State
-from lastwords.controller.hang import ANSWER_S, QUIET_STEPS
+from lastwords.controller.loop import ANSWER_S, QUIET_STEPS
 from lastwords.vocabulary import Exit, ExitKind, Freeze, Left, Notice, Phase, Resume, Save, Stack, Stand, Status
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing

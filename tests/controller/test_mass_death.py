@@ -50,7 +50,7 @@ def test_of_many_deaths_at_once_what_is_kept_is_written_a_few_times() -> None:
 
 
 def test_the_control_kept_at_each_event_it_would_be_written_for_each_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lastwords.controller.succession.Log", ())
+    monkeypatch.setattr("lastwords.controller.core.Log", ())
     job = large()
     for rank in range(RANKS // 2, RANKS):
         job.kill(rank)

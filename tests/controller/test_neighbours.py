@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lastwords.controller import neighbours as neighbours_module
-from lastwords.controller.neighbours import Neighbours
+from lastwords.controller import server as neighbours_module
+from lastwords.controller.server import Neighbours
 from lastwords.errors import UnavailableError
 from lastwords.liveness import process_id
 

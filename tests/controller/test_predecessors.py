@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import layout, load
-from lastwords.checkpoint.stale import Claim
+from lastwords.checkpoint.starts import Claim
 from lastwords.controller import handover
-from lastwords.controller.handover import RunFile, RunRecord, run_file_path
-from lastwords.controller.predecessors import await_publications
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.handover import ControllerSpec, RunFile, RunRecord, await_publications, run_file_path
 from lastwords.errors import BusyError, UnavailableError
 from lastwords.liveness import process_id
 from tests import golden
@@ -113,7 +111,7 @@ def test_one_that_does_not_move_is_given_up(
     assert claim is not None
     BEFORE.write(tmp_path, 30)
     now_s = [0.0]
-    monkeypatch.setattr("lastwords.controller.predecessors.clock.mono_s", lambda: now_s[0])
+    monkeypatch.setattr("lastwords.controller.handover.clock.mono_s", lambda: now_s[0])
 
     def sleep(pause_s: float) -> None:
         now_s[0] += 10.0
@@ -134,7 +132,7 @@ def test_a_file_that_grows_is_progress(tmp_path: Path, monkeypatch: pytest.Monke
     directory = BEFORE.write(tmp_path, 30)
     file = next(directory.glob("rank_0/*.ckpt"))
     now_s = [0.0]
-    monkeypatch.setattr("lastwords.controller.predecessors.clock.mono_s", lambda: now_s[0])
+    monkeypatch.setattr("lastwords.controller.handover.clock.mono_s", lambda: now_s[0])
 
     def sleep(pause_s: float) -> None:
         now_s[0] += 10.0

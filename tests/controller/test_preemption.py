@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from lastwords.controller import preemption
+from lastwords.controller import context
+from lastwords.controller.context import saving_s
 from lastwords.controller.events import ControllerOptions, StartPublish, StartVerify, State
-from lastwords.controller.preemption import saving_s
 from lastwords.vocabulary import Exit, ExitKind, Phase, Proceed, Save, Signalled, Stand
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
@@ -18,7 +18,7 @@ SIGINT, SIGTERM = 2, 15
 GRACE_S = 12.0
 OPTIONS = ControllerOptions(preemption_grace_s=GRACE_S)
 NONE = ControllerOptions()
-PART_S = GRACE_S / preemption.PARTS
+PART_S = GRACE_S / context.PARTS
 
 
 def signalled(options: ControllerOptions = OPTIONS, ranks: int = 3, number: int = SIGTERM) -> JobDriver:
@@ -44,7 +44,7 @@ def ends(job: JobDriver) -> Exit:
 
 
 def test_the_arithmetic_of_the_page() -> None:
-    assert doctest.testmod(preemption).failed == 0
+    assert doctest.testmod(context).failed == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_rank_of_which_nothing_is_heard_is_dead_in_time() -> None:
     job = signalled(ControllerOptions(preemption_grace_s=3.0, lost_confirm_s=10.0))
     settled(job, 0, 1)
     job.close(2)
-    job.wait(preemption.WAIT_S_MIN)
+    job.wait(context.WAIT_S_MIN)
     assert job.sent(Save)[0].step == 5
 
 

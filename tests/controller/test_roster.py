@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lastwords.controller.roster import Roster
+from lastwords.controller.server import Roster
 from lastwords.vocabulary import Goodbye, Hello, Phase, ProcessId, Stand, Status
 
 

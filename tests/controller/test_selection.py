@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from lastwords.controller.decision import Decision, NoDecision, NoDecisionKind, Part, RankView
-from lastwords.controller.selection import select
+from lastwords.controller.selection import Decision, NoDecision, NoDecisionKind, Part, RankView, select
 from lastwords.vocabulary import Phase, Stand
 from tests import golden
 

@@ -10,11 +10,10 @@ from unittest import mock
 import pytest
 
 from lastwords.controller import selection
-from lastwords.controller.decision import Decision, NoDecision, Part, RankView
 from lastwords.controller.events import StartPublish, StartVerify, State, VerifyFailed
 from lastwords.controller.membership import Member
 from lastwords.controller.periodic import shares
-from lastwords.controller.selection import select
+from lastwords.controller.selection import Decision, NoDecision, Part, RankView, select
 from lastwords.vocabulary import SHARES_MAX, Phase, ProcessId, Save, Share, Stand
 from tests import golden
 from tests.controller.job_driver import JobDriver, computing

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lastwords.controller import spans, telling
+from lastwords.controller import teller, timeline
 from tests import golden
 from tests.page.test_incidents import RECOVERED, SAVED
 
@@ -27,7 +27,7 @@ def exported(record: dict[str, Any]) -> list[Any]:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
-    spans.export(json.dumps(record).encode(), exporter)
+    teller.export(json.dumps(record).encode(), exporter)
     return list(exporter.get_finished_spans())
 
 
@@ -79,7 +79,7 @@ class Refusing:
 @SDK
 def test_spans_that_are_not_taken_are_an_error() -> None:
     with golden.raises(RuntimeError):
-        spans.export(json.dumps(SAVED).encode(), Refusing())  # type: ignore[arg-type]
+        teller.export(json.dumps(SAVED).encode(), Refusing())  # type: ignore[arg-type]
 
 
 @SDK
@@ -122,12 +122,12 @@ def test_the_process_that_tells_sends_them_over_http() -> None:
 def test_spans_are_sent_where_the_environment_names_a_collector_and_the_library_is_there(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], wanted: bool
 ) -> None:
-    monkeypatch.setattr(telling.importlib.util, "find_spec", lambda name: name)
-    assert telling.wants_spans(environ) is wanted
-    monkeypatch.setattr(telling.importlib.util, "find_spec", lambda name: None)
-    assert not telling.wants_spans(environ)
+    monkeypatch.setattr(timeline.importlib.util, "find_spec", lambda name: name)
+    assert timeline.wants_spans(environ) is wanted
+    monkeypatch.setattr(timeline.importlib.util, "find_spec", lambda name: None)
+    assert not timeline.wants_spans(environ)
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(spans).failed == 0
-    assert doctest.testmod(telling).failed == 0
+    assert doctest.testmod(teller).failed == 0
+    assert doctest.testmod(timeline).failed == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lastwords.controller.events import ControllerOptions
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.handover import ControllerSpec
 from lastwords.errors import ConfigError
 from tests import golden
 

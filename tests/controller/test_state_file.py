@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from lastwords.controller import events, state_file
+from lastwords.controller import events, handover
 from lastwords.controller.events import Discard, Outcome, OutcomeKind, PartPlan, Remember, StartPublish
-from lastwords.controller.membership import LoopShape
-from lastwords.controller.memory import Gone, Memory, Registered
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import Owner, StateFile
+from lastwords.controller.handover import ControllerSpec, Owner, StateFile
+from lastwords.controller.membership import Gone, LoopShape, Memory, Registered
 from lastwords.errors import ConfigError, FormatError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.vocabulary import DeathSource, Phase, ProcessId, Schedule, Stand
@@ -67,10 +65,10 @@ def written(path: Path, tmp_path: Path, **changes: Any) -> StateFile:
 
 def test_what_was_written_is_read(path: Path, tmp_path: Path) -> None:
     written(path, tmp_path)
-    kept = state_file.read(path)
+    kept = handover.read(path)
     assert kept.remembered == REMEMBERED
     assert (kept.owner, kept.spec, kept.token) == (OWNER, spec_of(tmp_path), "t0ken")
-    assert state_file.owner(path) == OWNER
+    assert handover.owner(path) == OWNER
     assert path.stat().st_mode & 0o777 == 0o600
     assert sorted(os.listdir(path.parent)) == [path.name]
 
@@ -78,9 +76,9 @@ def test_what_was_written_is_read(path: Path, tmp_path: Path) -> None:
 def test_the_newest_counts(path: Path, tmp_path: Path) -> None:
     file = written(path, tmp_path)
     file.write(Remember(REMEMBERED.members, Memory(incident=9)))
-    assert state_file.read(path).remembered == Remember(REMEMBERED.members, Memory(incident=9))
+    assert handover.read(path).remembered == Remember(REMEMBERED.members, Memory(incident=9))
     file.write(Remember((), Memory()))
-    assert state_file.read(path).remembered == Remember((), Memory())
+    assert handover.read(path).remembered == Remember((), Memory())
 
 
 def test_what_cannot_be_written_leaves_nothing_older(
@@ -98,13 +96,13 @@ def test_what_cannot_be_written_leaves_nothing_older(
         assert sorted(os.listdir(path.parent)) == []
     assert len(caplog.records) == 1
     file.write(Remember((), Memory(incident=3)))
-    assert state_file.read(path).memory.incident == 3
+    assert handover.read(path).memory.incident == 3
 
 
 def test_there_is_none(path: Path) -> None:
     with golden.raises(UnavailableError):
-        state_file.read(path)
-    assert state_file.owner(path) is None
+        handover.read(path)
+    assert handover.owner(path) is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_what_cannot_be_believed_is_refused_and_stays(path: Path, tmp_path: Path
     written(path, tmp_path, **changes)
     before = path.read_bytes()
     with golden.raises(FormatError):
-        state_file.read(path)
+        handover.read(path)
     assert path.read_bytes() == before
 
 
@@ -124,8 +122,8 @@ def test_what_cannot_be_believed_is_refused_and_stays(path: Path, tmp_path: Path
 def test_what_is_torn_is_refused(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with golden.raises(FormatError):
-        state_file.read(path)
-    assert state_file.owner(path) is None
+        handover.read(path)
+    assert handover.owner(path) is None
 
 
 @pytest.mark.parametrize("text", [b'"\xff"', b"[" * 100_000, b'"\\ud800"'], ids=["no text", "deep", "half a pair"])
@@ -134,9 +132,9 @@ def test_bytes_that_no_controller_has_written_are_damage(path: Path, tmp_path: P
     for name in (b"token", b"members"):
         path.write_bytes(b'{"%s":%s,' % (name, text) + path.read_bytes()[1:])
         with pytest.raises(FormatError):
-            state_file.read(path)
+            handover.read(path)
     path.write_bytes(b'{"owner":{"pid":%s,' % text)
-    assert state_file.owner(path) is None
+    assert handover.owner(path) is None
 
 
 def test_the_file_of_another_job_is_refused(path: Path, tmp_path: Path) -> None:
@@ -145,7 +143,7 @@ def test_the_file_of_another_job_is_refused(path: Path, tmp_path: Path) -> None:
     foreign.parent.mkdir()
     foreign.write_bytes(path.read_bytes())
     with golden.raises(FormatError):
-        state_file.read(foreign)
+        handover.read(foreign)
 
 
 def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
@@ -153,7 +151,7 @@ def test_a_link_is_refused(path: Path, tmp_path: Path) -> None:
     link = path.with_name("link.json")
     link.symlink_to(path)
     with golden.raises(ConfigError):
-        state_file.read(link)
+        handover.read(link)
 
 
 NEWER = Remember(REMEMBERED.members, dataclasses.replace(MEMORY, incident=3))
@@ -166,13 +164,13 @@ def kills(path: Path, tmp_path: Path) -> list[int | str]:
     found: list[int | str] = []
     for _ in at_each_call(lambda: newer.write(NEWER)):
         try:
-            kept = state_file.read(path)
+            kept = handover.read(path)
         except LastWordsError as error:
             found.append(type(error).__name__)
         else:
             memory = {OWNER.pid: MEMORY, OWNER.pid + 1: NEWER.memory}[kept.owner.pid]
             found.append(kept.memory.incident if kept.memory == memory else "mixed")
-            assert state_file.owner(path) == kept.owner
+            assert handover.owner(path) == kept.owner
         older.write(REMEMBERED)
     return found
 
@@ -190,7 +188,7 @@ def test_killed_before_there_is_any_it_leaves_none_or_a_whole_one(path: Path, tm
     found: list[bool | None] = []
     for _ in at_each_call(lambda: file.write(REMEMBERED)):
         try:
-            found.append(state_file.read(path).remembered == REMEMBERED)
+            found.append(handover.read(path).remembered == REMEMBERED)
         except UnavailableError:
             found.append(None)
         path.unlink(missing_ok=True)

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint import layout, publish, retention, retry, stale, starts, system
+from lastwords.checkpoint import layout, publish, retention, starts, system
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import latest, open_checkpoint, verify
 from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.controller import events, storage
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.storage import StorageJobs
 from lastwords.controller.timeline import recorded_exit
 from tests import golden
@@ -193,7 +193,7 @@ def test_what_is_kept_survives_the_next_start_of_the_job(answers: Answers, caplo
     answers.settle()
     kept = answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1"
     assert str(kept) in caplog.text
-    stale.remove_stale(answers.root, "digits", 9)
+    starts.remove_stale(answers.root, "digits", 9)
     assert (kept / "rank_0" / layout.PART_NAME).exists()
     assert latest(answers.root) is None
 
@@ -288,7 +288,7 @@ def test_a_hanging_directory_does_not_hold_up_the_other_one(
     answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck: queue.Queue[None] = queue.Queue()
-    monkeypatch.setattr(storage.stale, "discard_own", lambda path: stuck.get())
+    monkeypatch.setattr(storage.starts, "discard_own", lambda path: stuck.get())
     answers.jobs.discard(events.Discard(1, 1, STEP, 0))
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
     answers.jobs.verify(events.StartVerify(1, 1, STEP, 1, ALONE))
@@ -316,7 +316,7 @@ def test_a_new_controller_removes_what_dead_ones_left_and_nothing_of_a_living_on
     living = layout.tmp_dir(tmp_path, STEP, "slow", 0, 1, 1)
     for directory in (*dead, living):
         (directory / "rank_0").mkdir(parents=True)
-    claim = stale.Claim.take(tmp_path, "slow", 0)
+    claim = starts.Claim.take(tmp_path, "slow", 0)
     assert claim is not None
     answers = Answers(tmp_path)
     answers.jobs.clear_up()
@@ -472,7 +472,7 @@ def test_a_line_that_cannot_be_appended_for_a_moment_is_not_lost(
         return open_file(path, *arguments, **named)
 
     monkeypatch.setattr(os, "open", open_later)
-    monkeypatch.setattr(retry, "PAUSES_S", (0.001,) * len(failures))
+    monkeypatch.setattr(system, "PAUSES_S", (0.001,) * len(failures))
     answers.jobs.record(tmp_path / "lines", "one")
     answers.settle()
     assert (tmp_path / "lines").read_text() == "one\n"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lastwords.controller.events import ControllerOptions, Log, State
-from lastwords.controller.stragglers import LOOKS, NEW_STEPS, SLOWER, SLOWER_S
+from lastwords.controller.loop import LOOKS, NEW_STEPS, SLOWER, SLOWER_S
 from lastwords.vocabulary import Left, Notice, Phase, Stand, Status
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing

@@ -20,7 +20,7 @@ from lastwords.controller.events import (
     Tick,
     Watched,
 )
-from lastwords.controller.hang import QUIET_STEPS
+from lastwords.controller.loop import QUIET_STEPS
 from lastwords.vocabulary import (
     DeathSource,
     Exit,

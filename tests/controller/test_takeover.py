@@ -14,11 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from lastwords import clock
-from lastwords.controller import state_file, takeover
+from lastwords.controller import handover, takeover
 from lastwords.controller.events import Remember
-from lastwords.controller.memory import Memory
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import Owner, StateFile
+from lastwords.controller.handover import ControllerSpec, Owner, StateFile
+from lastwords.controller.membership import Memory
 from lastwords.errors import BusyError, ConfigError, UnavailableError
 from lastwords.liveness import paths, process_id
 from tests import golden
@@ -143,4 +142,4 @@ def test_the_job_ends_meanwhile(path: Path) -> None:
     path.unlink()
     with golden.raises(UnavailableError):
         takeover.follow(path)
-    assert state_file.owner(path) is None
+    assert handover.owner(path) is None

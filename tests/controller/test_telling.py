@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lastwords.controller import teller, telling
+from lastwords.controller import teller, timeline
 from lastwords.controller.storage import StorageJobs
 from lastwords.errors import ConfigError
 from tests import golden
@@ -166,14 +166,14 @@ def test_whatever_takes_too_long_is_left_and_whatever_fails_is_said(caplog: pyte
 @pytest.mark.parametrize("target", ["https://", "http://host:99999/", "https://user:pw@host/", "https://a b/"])
 def test_a_url_that_cannot_work_is_refused_at_the_start(target: str) -> None:
     with golden.raises(ConfigError):
-        telling.check_target(target)
+        timeline.check_target(target)
 
 
 @pytest.mark.parametrize(
     "target", ["", "./page.sh", "https://hooks.example.org/T0", "HTTP://[::1]:80/x", "curl https://"]
 )
 def test_what_may_work_is_taken(target: str) -> None:
-    telling.check_target(target)
+    timeline.check_target(target)
 
 
 # ---------------------------------------------------------------------- whoever starts it
@@ -204,12 +204,12 @@ def test_an_incident_is_told_even_if_the_record_cannot_be_written(tmp_path: Path
 def test_telling_returns_while_the_command_runs_and_never_has_too_many(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(telling, "TELLERS_MAX", 1)
+    monkeypatch.setattr(timeline, "TELLERS_MAX", 1)
     os.mkfifo(tmp_path / "gate")
     steps = "cat gate > /dev/null", "cat > part", "env > env", "mv part got"
     command = f"cd {tmp_path}; {'; '.join(steps)}"
-    environ = {**os.environ, telling.VARIABLE: command, "LASTWORDS_TOKEN": SECRET}
-    one = telling.Telling(environ)
+    environ = {**os.environ, timeline.VARIABLE: command, "LASTWORDS_TOKEN": SECRET}
+    one = timeline.Telling(environ)
     one.tell(RECORD.decode())
     one.tell("{}")
     golden.says(caplog.messages)
@@ -221,7 +221,7 @@ def test_telling_returns_while_the_command_runs_and_never_has_too_many(
 
 
 def test_without_the_variable_no_process_is_started() -> None:
-    one = telling.Telling({})
+    one = timeline.Telling({})
     one.tell("{}")
     assert not one._running
 
@@ -230,5 +230,5 @@ def test_where_no_process_can_be_started_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
-    telling.Telling({telling.VARIABLE: "true"}).tell("{}")
+    timeline.Telling({timeline.VARIABLE: "true"}).tell("{}")
     golden.says(caplog.messages)

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.reason import Reason
+from lastwords.checkpoint.entries import Reason
 from tests.integration.programs import MESSAGE_BYTES_MAX
 from tests.integration.zygote import AGENTS, PROGRAM
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from lastwords.controller.query import query_state
+from lastwords.controller.takeover import query_state
 from lastwords.errors import LastWordsError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionSpec, SlotKind
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from lastwords.vocabulary import Phase
 
 pytestmark = pytest.mark.process

@@ -25,12 +25,12 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
-from lastwords.controller import events, handover, state_file
+from lastwords.controller import events, handover
 from lastwords.controller.events import State
+from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import ControllerHandle, start_controller
-from lastwords.controller.query import query_state
 from lastwords.controller.server import ControllerShell, listen
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.takeover import query_state
 from lastwords.errors import ConfigError, StorageError, UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.parents import MEANT_FOR_RANKS
@@ -844,7 +844,7 @@ def test_port_0_is_any_free_one_which_all_that_is_written_names(job: Job) -> Non
     record = handover.read_run_file(handover.run_file_path(HOST, port))
     assert record is not None
     assert record.address == host_port(HOST, port)
-    assert state_file.read(paths.state_path(job.spec.job, job.spec.generation)).spec.port == port
+    assert handover.read(paths.state_path(job.spec.job, job.spec.generation)).spec.port == port
     job.spec = dataclasses.replace(job.spec, port=port)
     job.train(steps=1)
 

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from lastwords.checkpoint.boxes import Shard
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.layout import MANIFEST_NAME
 from lastwords.checkpoint.load import latest, open_checkpoint, verify
-from lastwords.checkpoint.reshard_plan import Shard
 from lastwords.integrations.catalogue import catalogue
 from lastwords.integrations.dcp import LastWordsReader
 from lastwords.sharding.dtensor import local_of

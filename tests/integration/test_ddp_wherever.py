@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lastwords.checkpoint.entries import facts_problem
 from lastwords.checkpoint.meta import BucketRecord
-from lastwords.checkpoint.meta_checks import facts_problem
 from lastwords.optim_wrapper.ddp import ddp_board
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
 from tests.integration.ddp_jobs import (

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lastwords.checkpoint import layout as disk
 from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.meta import RunFacts
 from lastwords.checkpoint.part import write_part
 from lastwords.checkpoint.publish import Incident, publish, verify_parts
-from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.buffers import Buffers

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import start_controller
-from lastwords.controller.spec import ControllerSpec
 from lastwords.liveness import leftovers
 from tests.integration.faults import controller_state, hanging
 from tests.integration.plan import Fault, Layout

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.controller.spec import TOKEN_VARIABLE
+from lastwords.controller.handover import TOKEN_VARIABLE
 from lastwords.page.watch import STREAMS_MAX
 from lastwords.state import OpenIncident
 from tests.integration.browser import CHROMIUM, DRIVER, browser

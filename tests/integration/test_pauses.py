@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lastwords import clock
-from lastwords.controller.query import query_state
+from lastwords.controller.takeover import query_state
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore, ProcessorOptions
 from lastwords.processor.departure import EXIT_NOT_SAVED, Departure

@@ -9,8 +9,7 @@ import pytest
 
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Claimed
-from lastwords.checkpoint.remote.address import RemotePath
-from lastwords.checkpoint.remote.store import os_for
+from lastwords.checkpoint.remote.store import RemotePath, os_for
 from tests.checkpoint.stores import file_store
 from tests.integration.compare import first_difference
 from tests.integration.plan import Layout

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import layout, load
-from lastwords.checkpoint.remote.address import RemotePath, address_of
-from lastwords.checkpoint.remote.store import Store, os_for
+from lastwords.checkpoint.remote.store import RemotePath, Store, address_of, os_for
 from lastwords.checkpoint.remote.transfer import download, remove, upload
 from lastwords.checkpoint.remote.uploader import Uploader
 from lastwords.errors import StorageError

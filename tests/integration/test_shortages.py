@@ -19,15 +19,15 @@ from pathlib import Path
 from lastwords.controller import handover
 from lastwords.controller.events import Remember
 from lastwords.controller.launch import start_successor
-from lastwords.controller.memory import Memory
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import Owner, StateFile
+from lastwords.controller.membership import Memory
+from lastwords.controller.handover import ControllerSpec
+from lastwords.controller.handover import Owner, StateFile
 from lastwords.errors import LastWordsError, is_shortage
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.pidfd import PidWatcher
 from lastwords.optim_wrapper.launch import successor
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import Silence
+from lastwords.processor.ring import Silence
 
 HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lastwords.cli.main import main as cli
-from lastwords.controller.query import query_state
+from lastwords.controller.takeover import query_state
 from lastwords.errors import LastWordsError
 from lastwords.state import RankState
 from tests import golden

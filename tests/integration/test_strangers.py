@@ -12,7 +12,7 @@ import pytest
 
 from lastwords import codec
 from lastwords.checkpoint import layout
-from lastwords.controller.query import query_state
+from lastwords.controller.takeover import query_state
 from lastwords.transport import channel_options, grpc
 from tests.integration.puppet import WAIT_S
 from tests.integration.stranger import Stranger

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from lastwords.checkpoint import load
-from lastwords.checkpoint.remote import record
-from lastwords.checkpoint.remote.address import RemotePath
-from lastwords.checkpoint.remote.store import os_for
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.uploads import Uploads
+from lastwords.checkpoint.remote import uploader
+from lastwords.checkpoint.remote.store import RemotePath, os_for
+from lastwords.controller.handover import ControllerSpec
+from lastwords.controller.storage import Uploads
 from tests.checkpoint.states import Job
 from tests.checkpoint.stores import file_store
 
@@ -59,10 +58,10 @@ def steps(there: RemotePath) -> list[int]:
 def test_nothing_goes_here_before_it_has_gone_there(uploads: Uploads, here: Path) -> None:
     """From the start of the process on, long before it has a store."""
     (checkpoint,) = load.scan(here)
-    assert not record.not_uploaded(here)(checkpoint.path)
+    assert not uploader.not_uploaded(here)(checkpoint.path)
     uploads.look()
-    assert record.not_uploaded(here)(checkpoint.path)
-    until(lambda: not record.not_uploaded(here)(checkpoint.path))
+    assert uploader.not_uploaded(here)(checkpoint.path)
+    until(lambda: not uploader.not_uploaded(here)(checkpoint.path))
 
 
 def test_each_checkpoint_is_uploaded_whatever_becomes_of_the_process(

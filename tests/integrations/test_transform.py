@@ -18,8 +18,8 @@ import torch
 import lastwords
 from lastwords.checkpoint import load
 from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.entries import Cause
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.checkpoint.reason import Cause
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file, strategy_of
 from lastwords.cli.main import main
 from lastwords.cli.transform_command import ranks_of

@@ -12,7 +12,7 @@ import torch
 
 from lastwords import OptTFTWrapper, TFTRegister
 from lastwords.controller.events import ControllerOptions
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.handover import ControllerSpec
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.launch import config
 from lastwords.optim_wrapper.launch.config import Config

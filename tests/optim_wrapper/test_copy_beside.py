@@ -18,7 +18,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor import whole_copies as module
-from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.box_layout import HeldFiles
 from lastwords.processor.recurrence import Recurrence
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies, read_copy

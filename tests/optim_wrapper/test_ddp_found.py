@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.checkpoint.meta_checks import facts_problem
+from lastwords.checkpoint.entries import facts_problem
 from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
 from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.ddp import ddp_found

@@ -24,7 +24,7 @@ from lastwords.optim_wrapper.capture.device_copies import DeviceCopies, DeviceMa
 from lastwords.optim_wrapper.state import state_view
 from lastwords.optim_wrapper.tensors.tensor_bytes import Staged, staged_bytes
 from lastwords.processor import whole_copies
-from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.box_layout import HeldFiles
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 from tests.optim_wrapper.test_copy_beside import Loop
 

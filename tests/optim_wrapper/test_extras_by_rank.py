@@ -20,7 +20,7 @@ from lastwords.optim_wrapper.state import extra_digests
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.trainer.replica_check import ReplicaCheck
 from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from lastwords.sharding import verify
 from tests.ledgers import told
 

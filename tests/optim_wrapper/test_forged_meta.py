@@ -24,9 +24,8 @@ from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
-from lastwords.checkpoint.reshard.checkpoint_source import CheckpointSource
-from lastwords.checkpoint.reshard.strategy import load_sound_strategy
-from lastwords.checkpoint.reshard.strategy_needs import Needs
+from lastwords.checkpoint.reshard.rank_files import CheckpointSource
+from lastwords.checkpoint.reshard.strategy import Needs, load_sound_strategy
 from lastwords.checkpoint.reshard.transform_plan import meta_of, of_rank, planned, whole_strategy
 from lastwords.checkpoint.storable import pack
 from lastwords.cli.checkpoint_commands import inspect

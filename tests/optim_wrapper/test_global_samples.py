@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from lastwords.checkpoint.run_facts import LoopFacts
+from lastwords.checkpoint.meta import LoopFacts
 from lastwords.optim_wrapper.loop.global_samples import Carried, carry, dealing
 from lastwords.optim_wrapper.loop.loader_changes import Onward
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps

@@ -15,7 +15,7 @@ from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, CarriedGra
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from lastwords.processor.recurrence import Late
 
 

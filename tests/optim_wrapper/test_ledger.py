@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lastwords.checkpoint.reason import Reason
+from lastwords.checkpoint.entries import Reason
 from lastwords.optim_wrapper.ledger import Ledger
 
 

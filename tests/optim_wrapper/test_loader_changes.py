@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
-from lastwords.checkpoint.run_facts import LoopFacts, RunFacts
+from lastwords.checkpoint.meta import LoopFacts, RunFacts
 from lastwords.optim_wrapper.loop import loader_changes
 from lastwords.optim_wrapper.loop.loader_changes import Onward, onward
 from lastwords.optim_wrapper.loop.steps import Steps

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lastwords.checkpoint.run_facts import LoopFacts
+from lastwords.checkpoint.meta import LoopFacts
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture import loop_habits
 from lastwords.optim_wrapper.capture.loop_habits import BackwardPasses, LoopHabits

@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.state.own_state import OwnOptimizerState
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 from tests.ledgers import told
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lastwords
 from lastwords.checkpoint import drill_record, starts
 from lastwords.checkpoint.drill_record import Drilled
+from lastwords.checkpoint.entries import Reason
 from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState
-from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.starts import Launch
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.optim_wrapper.capture.rank_local import RngCapture

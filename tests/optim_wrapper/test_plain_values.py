@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.checkpoint.entries import LocalEntry
+from lastwords.checkpoint.entries import LocalEntry, Reason
 from lastwords.checkpoint.meta import Marks
-from lastwords.checkpoint.reason import Reason
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume import resume
 from lastwords.optim_wrapper.state.plain_values import KEPT_MAX, PlainValues

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lastwords
-from lastwords.checkpoint import stale
+from lastwords.checkpoint import starts
 from lastwords.errors import ConfigError, NotAnOptimizerError
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.trainer.protect import More, controller_address
@@ -232,7 +232,7 @@ def test_a_job_without_a_name_is_told_of_another_one_that_lives_in_its_directory
     monkeypatch.setenv("MS_ENABLE_TFT", ON)
     monkeypatch.setenv("LASTWORDS_JOB", "digits" if case == "named" else "")
     model = nn.Linear(2, 2)
-    other = None if case == "alone" else stale.Claim.take(tmp_path, "letters", 1)
+    other = None if case == "alone" else starts.Claim.take(tmp_path, "letters", 1)
     tft = lastwords.protect(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     tft.start()
     tft.stop()

@@ -12,7 +12,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.trainer.protected_step import ProtectedStep
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.step_work import StepWork
+from lastwords.processor.agent import StepWork
 from lastwords.vocabulary import Phase, Stand
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import ControllerHandle
-from lastwords.controller.spec import ControllerSpec
 from lastwords.errors import ConfigError, StorageError
 from lastwords.liveness import leftovers, paths
 from lastwords.liveness.robust_mutex import LifeLine

@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.streams import rng_streams
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 from lastwords.processor import black_box
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotCopy, SlotKind
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from lastwords.processor.recurrence import Late
 from tests import golden
 from tests.ledgers import told

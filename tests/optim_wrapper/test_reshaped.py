@@ -16,7 +16,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, RegionCopy
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from tests import golden
 from tests.ledgers import told
 

@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from lastwords.checkpoint import load, starts
+from lastwords.checkpoint.meta import RunFacts
 from lastwords.checkpoint.remote.store import Store
 from lastwords.checkpoint.remote.transfer import upload
-from lastwords.checkpoint.run_facts import RunFacts
 from lastwords.errors import (
     CheckpointError,
     ConfigError,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lastwords.checkpoint.entries import Cause, Reason, merged
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.reason import Cause, Reason, merged
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.resume import resume_elsewhere
@@ -22,7 +22,7 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
     source_rank,
     take_over,
 )
-from lastwords.processor.box_reader import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from tests import golden
 
 HERE = ("rng/python", "rng/torch", "rng/cuda:3")

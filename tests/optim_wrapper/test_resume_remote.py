@@ -12,8 +12,7 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import read_manifest
 from lastwords.checkpoint.remote import store as remote_store
-from lastwords.checkpoint.remote.address import RemotePath
-from lastwords.checkpoint.remote.store import Store
+from lastwords.checkpoint.remote.store import RemotePath, Store
 from lastwords.checkpoint.remote.transfer import upload
 from lastwords.errors import ConfigError, FormatError
 from lastwords.optim_wrapper.launch.config import Config

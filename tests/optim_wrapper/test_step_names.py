@@ -16,7 +16,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.loop.own_loop import named
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import BoxReader
 from lastwords.processor.saver import Position, _named_by
 from tests import golden
 

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.controller import launch, state_file
+from lastwords.controller import handover, launch
 from lastwords.controller.events import Outcome, OutcomeKind, Remember
-from lastwords.controller.memory import Memory
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import KeptState, Owner, StateFile
+from lastwords.controller.handover import ControllerSpec, KeptState, Owner, StateFile
+from lastwords.controller.membership import Memory
 from lastwords.errors import UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.optim_wrapper.launch import successor
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import Silence
+from lastwords.processor.ring import Silence
 from tests import golden
 
 SAVED = Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,))
@@ -57,7 +56,7 @@ def test_a_controller_that_ends_while_a_rank_leaves_is_not_taken_for_a_killed_on
     caplog.set_level(logging.INFO, "lastwords")
     path = state_of(controller.pid, tmp_path)
 
-    def read(path: Path, read: Callable[[Path], KeptState] = state_file.read) -> KeptState:
+    def read(path: Path, read: Callable[[Path], KeptState] = handover.read) -> KeptState:
         kept = read(path)
         if not killed:
             path.unlink()
@@ -65,7 +64,7 @@ def test_a_controller_that_ends_while_a_rank_leaves_is_not_taken_for_a_killed_on
         controller.wait()
         return kept
 
-    monkeypatch.setattr(state_file, "read", read)
+    monkeypatch.setattr(handover, "read", read)
     monkeypatch.setattr(successor, "LEAVE_S", 0.0)
     watch = ControllerWatch(
         "rank 1",

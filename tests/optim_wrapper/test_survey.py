@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from lastwords.checkpoint import publish
-from lastwords.checkpoint.boxes import Box
+from lastwords.checkpoint.boxes import Box, slices_for
 from lastwords.checkpoint.manifest import Manifest, read_published
-from lastwords.checkpoint.reshard.saved_state import join
-from lastwords.checkpoint.reshard.saved_units import units_of
+from lastwords.checkpoint.reshard.saved_state import join, units_of
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
-from lastwords.checkpoint.reshard_plan import slices_for
 from lastwords.optim_wrapper.resume.resume_elsewhere import source_rank
 from lastwords.optim_wrapper.resume.survey import Places, survey
 from tests.checkpoint.elastic import QUICK, Unsynced, Whole, naive_holding, random_strategy, random_whole, save_naively

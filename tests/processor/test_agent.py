@@ -14,8 +14,7 @@ from lastwords.errors import StorageError
 from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 from lastwords.processor.departure import Departure
-from lastwords.processor.saver import Position, SaverSpec
-from lastwords.processor.writers import Writers
+from lastwords.processor.saver import Position, SaverSpec, Writers
 from lastwords.vocabulary import (
     Exit,
     ExitKind,

@@ -17,12 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from lastwords.checkpoint.reason import Reason
+from lastwords.checkpoint.entries import Reason
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.processor import black_box, box_layout
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionSpec, SlotCopy, SlotKind
-from lastwords.processor.box_layout import SLOT_SEQUENCE, map_layout
-from lastwords.processor.box_reader import BoxReader
+from lastwords.processor.box_layout import SLOT_SEQUENCE, BoxReader, map_layout
 from lastwords.vocabulary import Phase, Stand
 from tests import golden
 
@@ -296,7 +295,7 @@ def test_a_reader_beside_a_living_writer_never_gets_a_torn_copy(tmp_path: Path) 
 
     reads = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lastwords.processor.box_reader.os.pread", pread_while_writing)
+        patch.setattr("lastwords.processor.box_layout.os.pread", pread_while_writing)
         for step in range(1, 40):
             copy = reader.read(step)
             if copy is not None:

@@ -12,8 +12,7 @@ import pytest
 
 import lastwords
 from lastwords.errors import ConfigError
-from lastwords.processor.core import ProcessorCore
-from lastwords.processor.phases import PARKED, TRANSITIONS
+from lastwords.processor.core import PARKED, TRANSITIONS, ProcessorCore
 from lastwords.vocabulary import Left, Phase, Raised, Stand
 from tests import golden
 from tests.processor.rank_driver import GENERATION, RankDriver, reports

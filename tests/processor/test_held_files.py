@@ -10,8 +10,7 @@ import pytest
 
 from lastwords.errors import IncompleteError, UnavailableError
 from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
-from lastwords.processor.box_reader import BoxReader
-from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.box_layout import BoxReader, HeldFiles
 from lastwords.processor.whole_copies import read_copy, whole_copies
 from lastwords.vocabulary import WholeCopy
 from tests import golden

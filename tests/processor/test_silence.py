@@ -9,7 +9,7 @@ import pytest
 from lastwords.clock import OwnTime
 from lastwords.controller import takeover
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import ASK_TURN_S, Silence
+from lastwords.processor.ring import ASK_TURN_S, Silence
 from lastwords.transport import CLIENT_KEEPALIVE
 from lastwords.vocabulary import DeathSource, PeerDied, Phase
 from tests.processor.rank_driver import GENERATION, RankDriver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lastwords.processor.step_work import STEPS, STEPS_MIN, StepWork
+from lastwords.processor.agent import STEPS, STEPS_MIN, StepWork
 
 
 class Rank:

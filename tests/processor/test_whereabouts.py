@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lastwords.processor.whereabouts import LOOK_S, STILL_S, Whereabouts, places_of
+from lastwords.processor.agent import LOOK_S, STILL_S, Whereabouts, places_of
 from lastwords.vocabulary import Phase, Stack, Stand
 from tests import golden
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lastwords.checkpoint.entries import Reason
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
-from lastwords.checkpoint.reason import Reason
 from lastwords.errors import IncompleteError, UnavailableError
 from lastwords.processor import whole_copies as module
-from lastwords.processor.held_files import HeldFiles
+from lastwords.processor.box_layout import HeldFiles
 from lastwords.processor.whole_copies import WholeCopies, read_copy, read_local, whole_copies
 from lastwords.vocabulary import WholeCopy
 from tests import golden

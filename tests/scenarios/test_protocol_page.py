@@ -21,8 +21,7 @@ from lastwords.controller.events import (
     ControllerOptions,
 )
 from lastwords.processor import events as processor_events
-from lastwords.processor.core import ProcessorOptions
-from lastwords.processor.phases import PARKED, TRANSITIONS
+from lastwords.processor.core import PARKED, TRANSITIONS, ProcessorOptions
 from lastwords.vocabulary import Phase
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"

@@ -32,7 +32,7 @@ class WatchedContext(JobContext):
 def moves(monkeypatch: pytest.MonkeyPatch) -> set[Move]:
     """All moves that the transcripts make."""
     WatchedContext.moves = set()
-    monkeypatch.setattr("lastwords.controller.job_state.JobContext", WatchedContext)
+    monkeypatch.setattr("lastwords.controller.core.JobContext", WatchedContext)
     for path in TRANSCRIPTS:
         retell(path.read_text(encoding="utf-8"))
     return WatchedContext.moves

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lastwords.controller import events as to_controller
 from lastwords.processor import events as to_processor
-from lastwords.processor.phases import ENDED_PHASES
+from lastwords.processor.core import ENDED_PHASES
 from lastwords.vocabulary import Order, Report, Save, Saved
 from tests.sim.ledger import Written
 

@@ -7,8 +7,7 @@ from typing import Any
 from lastwords.controller.context import JobContext
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import NEXT_STATES, ControllerOptions, State
-from lastwords.processor.core import ProcessorCore
-from lastwords.processor.phases import PARKED, TRANSITIONS
+from lastwords.processor.core import PARKED, TRANSITIONS, ProcessorCore
 from lastwords.vocabulary import Phase
 
 PhaseStep = tuple[Phase, str, Phase]

@@ -32,9 +32,9 @@ MUTANTS = {**MUTANTS_OF_INCIDENTS, **MUTANTS_OF_PERIODIC}
 
 _SENDING_AGAIN = (
     "lastwords.controller.incident.RESEND_INTERVAL_S",
-    "lastwords.controller.closing.RESEND_INTERVAL_S",
+    "lastwords.controller.loop.RESEND_INTERVAL_S",
 )
-_CORRESPONDENCE = "lastwords.processor.correspondence.Correspondence"
+_CORRESPONDENCE = "lastwords.processor.participation.Correspondence"
 
 End = tuple[Any, ...]
 

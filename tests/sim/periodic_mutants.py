@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lastwords.controller.periodic import Periodic
-from lastwords.processor.rank_state import RankState
-from lastwords.processor.snapshots import Snapshots
+from lastwords.processor.core import RankState
+from lastwords.processor.participation import Snapshots
 from lastwords.vocabulary import Phase, Saved, SaveFailed
 from tests.sim import behind
 from tests.sim.mutants import Mutant
 
 _PERIODIC = "lastwords.controller.periodic.Periodic"
-_NEWEST = "lastwords.controller.newest_checkpoint.Newest"
-_SNAPSHOTS = "lastwords.processor.snapshots.Snapshots"
+_NEWEST = "lastwords.controller.incident.Newest"
+_SNAPSHOTS = "lastwords.processor.participation.Snapshots"
 _CONTENT = "tests.sim.behind.content"
 _I1 = "i1_every_file_is_of_the_published_step"
 _I2 = "i2_only_whole_verified_directories_are_published"
@@ -102,7 +102,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy-after-the-update": Mutant(
         "a rank copies its state at the end of the next step, when its optimizer has written",
-        {"lastwords.processor.rank_state.RankState.copy_due": property(_due_after_the_update)},
+        {"lastwords.processor.core.RankState.copy_due": property(_due_after_the_update)},
         (_I1,),
         small="periodic",
         seeds=(1, 4, 15),

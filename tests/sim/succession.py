@@ -19,7 +19,7 @@ from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions, Remember
 from lastwords.processor import events as to_processor
-from lastwords.processor.correspondence import Correspondence
+from lastwords.processor.participation import Correspondence
 from lastwords.vocabulary import Order, Report
 from tests.sim.components import Components, Numbers
 from tests.sim.explore import Found, Search, reduced, without_garbage_collection

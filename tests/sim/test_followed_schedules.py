@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lastwords.controller.core import ControllerCore
+from lastwords.controller.core import ControllerCore, Succession
 from lastwords.controller.events import Effect, Remember
 from lastwords.controller.membership import Member, Membership
-from lastwords.controller.succession import Succession
 from lastwords.vocabulary import Hello
 from tests.sim.followed_run import Seen, command, replay, run_some
 

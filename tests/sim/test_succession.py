@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from lastwords.controller.core import ControllerCore
+from lastwords.controller.core import ControllerCore, Succession
 from lastwords.controller.events import Effect, Remember
 from lastwords.controller.membership import Member, Membership
-from lastwords.controller.succession import Succession
 from lastwords.vocabulary import Hello
 from tests.selection import more
 from tests.sim.small_jobs import JOBS, PERIODIC

@@ -7,8 +7,7 @@ of them are in `lastwords` as well. What differs from upstream is in each call's
 from __future__ import annotations
 
 from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
-from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys
-from lastwords.checkpoint.reshard.strategy_needs import rank_list_for_transform
+from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys, rank_list_for_transform
 from lastwords.integrations.transform_files import transform_checkpoints
 from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
 from lastwords.optim_wrapper.trainer.register import TFTRegister

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lastwords.controller import state_file, takeover
-from lastwords.controller.spec import ControllerSpec
-from lastwords.controller.state_file import KeptState, StateFile
+from lastwords.controller import handover, takeover
+from lastwords.controller.handover import ControllerSpec, KeptState, StateFile
 from lastwords.errors import UnavailableError
 from lastwords.liveness import paths
 from tests.checkpoint.simulated_disk import SimulatedOs
@@ -66,7 +65,7 @@ class Controllers:
         """What a controller does that ends by itself."""
         self._path.unlink(missing_ok=True)
 
-    def _file(self, owner: state_file.Owner) -> StateFile:
+    def _file(self, owner: handover.Owner) -> StateFile:
         return StateFile(self._path, owner, self._spec, "token")
 
     # ------------------------------------------------------------------ the kernel
@@ -83,7 +82,7 @@ class Controllers:
         system = types.SimpleNamespace(getpid=self._pid, pidfd_open=lambda pid: pid, close=lambda fd: None)
         signals = types.SimpleNamespace(SIGKILL=9, pidfd_send_signal=lambda pid, _: self._kill(self._process(pid)))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(state_file, "process_id", of_processes))
+            stack.enter_context(mock.patch.object(handover, "process_id", of_processes))
             stack.enter_context(mock.patch.object(takeover, "process_id", of_processes))
             stack.enter_context(mock.patch.object(takeover, "os", system))
             stack.enter_context(mock.patch.object(takeover, "signal", signals))

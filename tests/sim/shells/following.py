@@ -19,7 +19,7 @@ from lastwords.controller.events import Remember
 from lastwords.errors import BusyError, UnavailableError
 from lastwords.optim_wrapper.launch.successor import ControllerWatch
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.silence import Silence
+from lastwords.processor.ring import Silence
 from lastwords.vocabulary import DeathSource, PeerDied, ProcessId
 from tests.sim.ledger import Life
 from tests.sim.shells.plan import Blow, StackPlan, draw

@@ -23,10 +23,10 @@ import numpy as np
 
 from lastwords import clock
 from lastwords.checkpoint import layout, load, publish
+from lastwords.checkpoint.entries import Reason
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState
-from lastwords.checkpoint.reason import Reason
 from lastwords.checkpoint.system import Os
 from lastwords.controller import server as controller_server
 from lastwords.controller import sessions as controller_sessions
@@ -34,7 +34,7 @@ from lastwords.controller import storage as controller_storage
 from lastwords.controller import takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions, Remember
-from lastwords.controller.spec import ControllerSpec
+from lastwords.controller.handover import ControllerSpec
 from lastwords.errors import CheckpointError, ConfigError, GateFailedError, LastWordsError
 from lastwords.optim_wrapper.launch import successor as successor_module
 from lastwords.processor import agent as agent_module

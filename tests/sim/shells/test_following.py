@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import pytest
 
 from lastwords.controller import takeover
+from lastwords.processor.ring import Silence
 from lastwords.processor.session import Session
-from lastwords.processor.silence import Silence
 from tests.sim.shells.following import behind_a_silent_controller
 from tests.sim.shells.run import command
 from tests.sim.shells.run import sweep as sweep_followed
