@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import lastwords
 from demo.transformer.model import Shape, Transformer, loss_of
-from lastwords.optim_wrapper.capture.device_reader import DeviceReader
+from lastwords.optim_wrapper.capture.source import DeviceReader
 
 SEQUENCES = 8
 READ_BYTES = 512 << 20

@@ -56,8 +56,7 @@ from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.integrations.dcp import LastWordsReader
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
-from lastwords.optim_wrapper.resume.resume_elsewhere import Resharding
-from lastwords.optim_wrapper.resume.survey import places_of, survey
+from lastwords.optim_wrapper.resume.resume_elsewhere import Resharding, places_of, survey
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.saver import Position

@@ -23,7 +23,7 @@ from lastwords.checkpoint.part import read_lone_header
 from lastwords.checkpoint.remote.store import RemotePath, os_for
 from lastwords.checkpoint.starts import Unpublished, find_unpublished
 from lastwords.checkpoint.system import where_it_leads
-from lastwords.cli import reasons, tables
+from lastwords.cli import tables
 from lastwords.errors import IncompleteError
 from lastwords.integrations.bars import bar_of
 
@@ -337,10 +337,10 @@ def _types(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(f"{count} {dtype}" for dtype, count in sorted(Counter(spec.dtype for spec in specs).items()))
 
 
-def _exact(manifest: Manifest, *, everything: bool, most: int = reasons.SHOWN_MAX) -> Text:
+def _exact(manifest: Manifest, *, everything: bool, most: int = tables.SHOWN_MAX) -> Text:
     if manifest.exact:
         return Text("yes", "green")
-    lines = reasons.shortened(manifest.reasons, everything=everything, most=most)
+    lines = tables.shortened(manifest.reasons, everything=everything, most=most)
     return tables.plain("no, because " + "\n".join(lines), "yellow")
 
 

@@ -14,9 +14,8 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import VERDICTS, Verdict, is_checkpoint, nothing, print_json, say
 from lastwords.errors import GroupInfoError
-from lastwords.sharding.describe import ranks_text
+from lastwords.sharding.describe import may_die, ranks_text
 from lastwords.sharding.group_info import GroupInfo, read_group_info
-from lastwords.sharding.redundancy import may_die
 from lastwords.vocabulary import UNIT_REPLICATED
 
 _OWN_NAME = "group_info"

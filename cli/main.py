@@ -20,14 +20,7 @@ from pathlib import Path
 from lastwords import __version__, log_lines
 from lastwords.checkpoint.remote.store import place
 from lastwords.cli import checkpoint_commands as commands
-from lastwords.cli import (
-    drill_command,
-    interop_commands,
-    missing_streams,
-    remote_commands,
-    retention_commands,
-    transform_command,
-)
+from lastwords.cli import drill_command, interop_commands, retention_commands, transform_command
 from lastwords.controller.launch import start_successor
 from lastwords.errors import (
     BusyError,
@@ -40,6 +33,24 @@ from lastwords.errors import (
     UnavailableError,
 )
 from lastwords.liveness.paths import STATE_NAME
+
+# Standard streams that the caller has closed, as some services and `>&-` do.
+#
+# The next file that is opened would get the number of one of them: a pipe of ours would be a child's output, and what
+# a library prints would go into a socket.
+
+_MODES = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+def open_missing() -> None:
+    """Open /dev/null for each that is closed, here and in the children to come. Before anything else is opened."""
+    for fd, (name, mode) in enumerate(_MODES):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class ExitCode(enum.IntEnum):
@@ -149,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     worker.add_argument("arguments", nargs=argparse.REMAINDER)
     bare("scheduler", "run the scheduler of a dynamic cluster, which the environment describes: docs/cluster.md")
     retention_commands.add_parsers(bare)
-    remote_commands.add_parser(bare)
+    retention_commands.add_parser(bare)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser
@@ -187,7 +198,7 @@ def _seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its `ExitCode`; SystemExit(2) for wrong usage."""
-    missing_streams.open_missing()
+    open_missing()
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _main(argv)
@@ -248,7 +259,7 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.command == "prune":
         return _pruned(arguments)
     if arguments.command == "upload":
-        verdict = remote_commands.upload(arguments)
+        verdict = retention_commands.upload(arguments)
     elif arguments.command == "ls":
         verdict = retention_commands.listed(arguments.path, as_json=arguments.json)
     elif arguments.command == "latest":

@@ -15,6 +15,19 @@ from rich.text import Text
 
 from lastwords.checkpoint.format import TensorSpec
 
+# Why a resume is not exact, in a table.
+
+SHOWN_MAX = 6
+"""Reasons in a table; `--all` shows every one."""
+
+
+def shortened(reasons: Sequence[object], *, everything: bool, most: int = SHOWN_MAX) -> list[str]:
+    """A line for each reason: no more than `most`, or all of them."""
+    lines = [str(reason) for reason in (reasons if everything else reasons[:most])]
+    more = len(reasons) - len(lines)
+    return [*lines, f"and {more} more (--all shows them)"] if more else lines
+
+
 _VALUE_CHARACTERS_MAX = 300
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from lastwords.drill.phases import Drill
-from lastwords.drill.records import Leaves, Life
+from lastwords.drill.phases import Drill, Leaves, Life
 from lastwords.optim_wrapper.launch.drill_plan import BESIDE, MAY_DIFFER, STATE
 
 AT_RESUME = ("hyperparameter", "extras", "local_extras", "buffer", "parameter", "optimizer")

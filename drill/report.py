@@ -10,8 +10,7 @@ from typing import Any
 from lastwords.checkpoint.drill_record import Covered, Drilled
 from lastwords.clock import wall_ns
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
-from lastwords.drill.phases import FEWER
-from lastwords.drill.records import Begin
+from lastwords.drill.phases import FEWER, Begin
 
 FORMAT = 1
 

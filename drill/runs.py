@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.clock import mono_s
-from lastwords.drill.records import Life, lives_in
+from lastwords.drill.phases import Life, lives_in
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL, PLAN_NAME, Plan
 

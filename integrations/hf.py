@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from lastwords.errors import ConfigError
 from lastwords.integrations import accelerate_data, holders, pins
-from lastwords.optim_wrapper.resume.resume_point import peek
+from lastwords.optim_wrapper.resume.resume_choice import peek
 from lastwords.optim_wrapper.state.object_walk import Shadow
 from lastwords.optim_wrapper.trainer.protect import protect as protect_plain
 

@@ -29,10 +29,9 @@ from typing import Any
 
 from lastwords.clock import mono_s
 from lastwords.errors import named
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, from_text
 from lastwords.launcher.link import RECV_BYTES, Lines, send
-from lastwords.launcher.orphans import children as children_of_this
-from lastwords.launcher.protocol import read, to_message
+from lastwords.launcher.processes import children as children_of_this
+from lastwords.launcher.protocol import Fork, Forked, Forks, Importing, Made, from_text, read, to_message
 from lastwords.liveness.parents import MEANT_FOR_RANKS, die_with_parent
 from lastwords.processor import departure
 from lastwords.processor.departure import flush

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import is_shortage
-from lastwords.launcher.fork_messages import Fork, Forked, Forks, Importing, Made, as_text
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import LINE_BYTES_MAX, Complaints, Connection, Inbox
 from lastwords.launcher.processes import PAUSE_S, kill_group
-from lastwords.launcher.protocol import read, to_message
+from lastwords.launcher.protocol import Fork, Forked, Forks, Importing, Made, as_text, read, to_message
 from lastwords.liveness.process_id import is_stopped
 
 _log = logging.getLogger(__name__)

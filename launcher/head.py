@@ -26,7 +26,7 @@ from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.timeline import UNREADABLE, Telling, append_record, records
 from lastwords.controller.words import ranks_text
 from lastwords.errors import StorageError, UnavailableError
-from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.core import LauncherCore, Place
 from lastwords.launcher.events import (
     UNKNOWN_CODE,
     Begun,
@@ -55,7 +55,6 @@ from lastwords.launcher.link import (
 )
 from lastwords.launcher.protocol import FromHost, Introduction, ToHost, difference, read, to_message
 from lastwords.launcher.recovery import Recovery, incident_of, joined, sentence
-from lastwords.launcher.roster import Place
 from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 from lastwords.processor.departure import say
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import gc
 import importlib.machinery
 import logging
@@ -13,11 +14,14 @@ import pkgutil
 import runpy
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy
@@ -25,18 +29,147 @@ import setproctitle
 import threadpoolctl
 import torch
 
+import lastwords
 from lastwords import log_lines
+from lastwords.clock import mono_s
 from lastwords.errors import BusyError, ConfigError, IncompleteError, MismatchError
 from lastwords.integrations import auto
-from lastwords.launcher.fork_messages import Fork
-from lastwords.launcher.import_times import ImportTimes
 from lastwords.launcher.processes import output
-from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
+from lastwords.launcher.protocol import Fork
 from lastwords.liveness.parents import die_with_parent
 from lastwords.optim_wrapper.launch import reporter
 from lastwords.optim_wrapper.trainer import protect
 from lastwords.optim_wrapper.trainer.hold import one_line
 from lastwords.processor.departure import flush, say
+
+# What a script's imports take before its training loop begins: each recovery takes as long again, without --preload.
+#
+# The times are those of the modules that the script itself imports, with all that they import in turn.
+
+NAMED_S, NAMES_MAX = 0.05, 5
+"""How long a module takes that is named, and how many are."""
+
+OWN = ("lastwords", "grpc")
+"""What lastwords imports for itself, late, since a fork cannot take gRPC over."""
+
+IMPORTS = "_find_and_load_unlocked"
+"""The function of importlib that imports a module which is not there yet; two calls above a finder."""
+
+
+class ImportTimes:
+    """A finder that finds nothing of its own. left_out: modules that cannot be preloaded. One thread imports at a time.
+
+    It is in sys.meta_path from `begin` to `end`. No function of it is on the stack while a module is executed, so no
+    traceback shows it.
+    """
+
+    def __init__(self, left_out: Iterable[str] = ()) -> None:
+        self._left_out = frozenset({*OWN, *left_out})
+        self._seconds: dict[str, float] = {}
+        self._under_way = ""
+        self._begun_s = 0.0
+
+    def begin(self) -> None:
+        """The script begins."""
+        sys.meta_path.insert(0, self)
+
+    def end(self) -> Mapping[str, float]:
+        """Its training loop begins: what has taken longest until now, in the order of the imports. Later: nothing."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        seconds, self._seconds = self._seconds, {}
+        # Who imports a module imports its package first.
+        within = {name: [other for other in seconds if other.startswith(f"{name}.")] for name in seconds}
+        for name in sorted(seconds, key=len):
+            if within[name]:
+                seconds[within[name][0]] += seconds.pop(name)
+        longest = sorted(seconds, key=lambda name: -seconds[name])[:NAMES_MAX]
+        return {name: round(s, 3) for name, s in seconds.items() if name in longest and s >= NAMED_S}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """That of the first other finder that has one; it says when the module begins and ends.
+
+        Of no interest is who only looks for a module: `importlib.util.find_spec`, or runpy for the script itself.
+        """
+        if self._under_way or sys._getframe(2).f_code.co_name != IMPORTS or self._is_left_out(name):
+            return None
+        for finder in [*sys.meta_path]:
+            if finder is not self and (find := getattr(finder, "find_spec", None)) is not None:
+                spec: ModuleSpec | None = find(name, path, target)
+                if spec is not None:
+                    if type(spec) is ModuleSpec:
+                        spec.__class__ = _Timed
+                        spec.__dict__["times"] = self
+                    return spec
+        return None
+
+    def _is_left_out(self, name: str) -> bool:
+        return name.partition(".")[0] in sys.stdlib_module_names or any(
+            name == other or name.startswith(f"{other}.") for other in self._left_out
+        )
+
+    def is_executed(self, name: str, *, begins: bool) -> None:
+        """This module is from now on, or has been."""
+        if begins and not self._under_way:
+            self._under_way, self._begun_s = name, mono_s()
+        elif not begins and self._under_way == name:
+            self._under_way = ""
+            if name in sys.modules:  # it was imported
+                self._seconds[name] = mono_s() - self._begun_s
+
+
+class _Timed(ModuleSpec):
+    """Of a module that is not yet imported: the import system notes there when it executes it, and when no more."""
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(self.__dict__["_initializing"])
+
+    @_initializing.setter
+    def _initializing(self, begins: bool) -> None:
+        self.__dict__["_initializing"] = begins
+        times: ImportTimes = self.__dict__["times"]
+        if not begins:
+            del self.__dict__["times"]
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+        times.is_executed(self.name, begins=begins)
+
+
+# How a process ends that lastwords refuses: one line, and an exit code of its own.
+
+EXIT_REFUSED, EXIT_BUSY = 2, 5
+"""Those of the command `lastwords` for the same errors."""
+
+
+def exit_code_of_refusal(error: BaseException) -> int:
+    """Of a ConfigError or a BusyError."""
+    return EXIT_BUSY if isinstance(error, BusyError) else EXIT_REFUSED
+
+
+def refusal_line(error: BaseException, rank: str) -> str:
+    """For whoever reads the output: which rank, the last line of the user's own code on the way to it, and what."""
+    others = (*_installed(), os.path.realpath(os.path.dirname(lastwords.__file__)) + os.sep)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not _is_below(one.filename, others)]
+    where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: " if own else ""
+    return f"{f'rank {rank}: ' if rank.isdecimal() else ''}{where}{error}"
+
+
+def _installed() -> tuple[str, ...]:
+    """Directories, as prefixes of real paths, in which no file is the user's own."""
+    return tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
+
+
+def _is_below(path: str, directories: tuple[str, ...]) -> bool:
+    """Also where it is reached through a link of the source tree."""
+    if path.startswith("<"):  # frozen, or of the fork server's command line
+        return True
+    return path.startswith(os.path.dirname(lastwords.__file__) + os.sep) or os.path.realpath(path).startswith(
+        directories
+    )
+
 
 _log = logging.getLogger(__name__)
 

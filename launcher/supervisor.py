@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError
+from lastwords.launcher.core import END_S
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
     NOT_ENDED,
@@ -38,7 +39,6 @@ from lastwords.launcher.host import Host, Program
 from lastwords.launcher.membership import Membership
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Done, ToSupervisor
-from lastwords.launcher.roster import END_S
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.departure import EXIT_NOT_SAVED, flush, say
 from lastwords.processor.signals import UNHANDLED_STOPS

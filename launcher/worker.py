@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lastwords import log_lines
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher.environment import SCHEDULER, cluster_of
-from lastwords.launcher.refusal import exit_code_of_refusal, refusal_line
+from lastwords.launcher.new_process import exit_code_of_refusal, refusal_line
 from lastwords.optim_wrapper.launch.reporter import reporter
 from lastwords.processor.departure import say
 

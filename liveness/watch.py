@@ -19,8 +19,7 @@ from lastwords.errors import (
     is_shortage,
 )
 from lastwords.liveness import process_id
-from lastwords.liveness.endings import UNKNOWN, OomKills, ending_text
-from lastwords.liveness.oom_counts import OomCounts
+from lastwords.liveness.endings import UNKNOWN, OomCounts, OomKills, ending_text
 from lastwords.liveness.pidfd import PidWatcher
 from lastwords.liveness.robust_mutex import EndKind, Watch, state_of, watch
 from lastwords.vocabulary import DeathSource, ProcessId

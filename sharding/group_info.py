@@ -24,7 +24,7 @@ from lastwords._pb import group_info_pb2 as pb
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.system import REAL_OS, make_directories, read_whole
 from lastwords.errors import ConfigError, GroupInfoError, NotTextError
-from lastwords.sharding.redundancy import group_of
+from lastwords.sharding.describe import group_of
 from lastwords.vocabulary import UNIT_REPLICATED
 
 VARIABLE = "GROUP_INFO_FILE"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import weakref
@@ -14,23 +15,20 @@ import torch
 
 from lastwords.checkpoint.codec import brief
 from lastwords.checkpoint.meta import Habits
+from lastwords.checkpoint.storable import pack
 from lastwords.errors import StorageError
-from lastwords.optim_wrapper.capture import step_document
-from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
-from lastwords.optim_wrapper.capture.boundary_copies import names_in
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.capture.buffers import Buffers, ExtraBuffers, SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
-from lastwords.optim_wrapper.capture.loop_habits import LoopHabits
-from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, RngCapture, regions
+from lastwords.optim_wrapper.capture.rank_local import BeforeCollective, BoxRecorder, RngCapture, regions
 from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
-from lastwords.optim_wrapper.capture.state_watch import StateWatch
+from lastwords.optim_wrapper.capture.state_watch import StateWatch, names_in
 from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state import attributes, extra_digests, own_state, rank_units
+from lastwords.optim_wrapper.state import attributes, extras, own_state, rank_units
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
-from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot
+from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, pack_inline
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ
 from lastwords.optim_wrapper.state.rank_units import RankUnits
@@ -44,7 +42,192 @@ from lastwords.processor.whole_copies import WholeCopies
 from lastwords.sharding.agree import World
 from lastwords.sharding.declare import Unit
 
+# What a rank learns of its loop beside what the black box shows: it goes into the checkpoint, and a resume has it.
+
+
+class BackwardPasses:
+    """How many a step has, where a hook sees them (`BeforeCollective`); training thread.
+
+    A resumed loop that has another number counts its data otherwise.
+
+    A number counts once two steps in a row have had it, so that the left-over batches of an epoch do not. A second such
+    number makes it 0, "changes": there is nothing to compare then. saved: `usual` of the run that is resumed.
+
+    >>> passes = BackwardPasses(saved=4)
+    >>> passes.when_other = lambda saved, here: print(saved, here)
+    >>> for count in (2, 2, 2):
+    ...     passes.count = count
+    ...     _ = passes.end_step()
+    4 2
+    """
+
+    def __init__(self, saved: int | None = None) -> None:
+        self.count = 0
+        """In the step under way."""
+        self.usual = saved
+        """In every step; 0 where that changes, None where it is not known."""
+        self.when_other: Callable[[int, int], None] | None = None
+        """Called once, with the saved number and this run's, where they differ; None: nobody wants to know."""
+        self._saved = saved
+        self._before = 0
+
+    def end_step(self) -> bool:
+        """A step is over. Returns whether `usual` has become another one."""
+        count, self.count = self.count, 0
+        if not count:
+            return False
+        before, self._before = self._before, count
+        if count != before:
+            return False
+        saved, self._saved = self._saved, None
+        if saved and saved != count:
+            self.usual = count
+            if self.when_other is not None:
+                self.when_other(saved, count)
+            return True
+        if self.usual in (0, count):
+            return False
+        self.usual = count if self.usual is None else 0
+        return True
+
+
+class LoopHabits:
+    """See `Habits`. say: called when any of it has changed."""
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self.early_reasons: list[str] = []
+        self.names_go_back = False
+        self.repeats = False
+        """A resumed loop does again what it does between the end of a step and the begin of the next one."""
+        self.data = ""
+        self.passes = BackwardPasses()
+        self.draws: bool | None = None
+        self._drew = 0
+        self._say = say
+
+    def learn(self, habits: Habits) -> None:
+        """Those of the run that is resumed."""
+        self.early_reasons, self.names_go_back = [*habits.early_reasons], habits.names_go_back
+        self.passes, self.data, self.draws = BackwardPasses(habits.passes), habits.data, habits.draws
+
+    def iterates_over(self, data: str) -> bool:
+        """The loader's digest (see `data_digest`). False if the run that is resumed had another one."""
+        before, self.data = self.data, data
+        self._say()
+        return not (before and data) or before == data
+
+    def moves_after_the_end(self, reason: str) -> None:
+        """Something moves between an early end of a step and the next one."""
+        self.early_reasons = [reason]
+        self._say()
+
+    def begins(self, *, drew: bool) -> None:
+        """A step begins. drew: random numbers since the end of the one before, as a loader does that is asked here."""
+        before = self.draws
+        self._drew += drew
+        if not drew:
+            self.draws = False
+        elif before is None and self._drew > 1:  # an evaluation, say, draws once in a while
+            self.draws = True
+        if self.draws is not before:
+            self._say()
+
+    def names_went_back(self) -> None:
+        """The loop has called a step what is no later than the one before."""
+        self.names_go_back = True
+        self._say()
+
+    def end_step(self) -> None:
+        """A step is over."""
+        if self.passes.end_step():
+            self._say()
+
+
+# What a black box says of a step beside its regions: JSON, put together from parts written when it is cheap.
+
 _log = logging.getLogger(__name__)
+
+
+def begin(
+    position: Position | None,
+    last: Position | None,
+    names_steps: bool,
+    *,
+    ahead: bool,
+    ends_epoch: bool | None = None,
+) -> bytes:
+    """The document of a step that the loop calls so, open for more members.
+
+    last: what it called the step before, where this one has no name yet. ahead: the step needs its epoch's start.
+    ends_epoch: it is the last one of its epoch; None: not known.
+
+    >>> begin(Position(2, 7), None, True, ahead=False)
+    b'{"epoch":2,"step":7,"needs_epoch_start":false'
+    """
+    needs = b"true" if ahead else b"false"
+    if position is not None:
+        ends = b"" if ends_epoch is None else b',"ends_epoch":true' if ends_epoch else b',"ends_epoch":false'
+        return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s%s' % (*position, needs, ends)
+    # What the loop called the last step: null if no step has ended, nothing if it gives no names.
+    after = b"[]" if not names_steps else b"null" if last is None else b"[%d,%d]" % last
+    return b'{"epoch":null,"step":null,"after":%s,"needs_epoch_start":%s' % (after, needs)
+
+
+def of_rank(extras: Extras, snapshot: ExtrasSnapshot) -> bytes:
+    """The members that hold rank-local extras."""
+    inline = pack_inline(extras, snapshot)
+    members: dict[str, Any] = {"local_extras": pack(inline.to_json(), "local_extras")}
+    if inline.tree.left_out:
+        members["reasons"] = inline.tree.reasons
+    return b",%s" % json.dumps(members).encode()[1:-1]
+
+
+def of_extras(step: int, digests: Mapping[str, str]) -> bytes:
+    """The member that shows whether extras are the same on all ranks, as of that many steps; empty without extras."""
+    return b',"extras":%s' % json.dumps([step, digests]).encode() if digests else b""
+
+
+def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> str:
+    """Which rank-local extras are not stored alike in two snapshots."""
+
+    def alone(snapshot: ExtrasSnapshot, name: str) -> bytes:
+        return of_rank(extras, dataclasses.replace(snapshot, states={name: snapshot.states[name]}))
+
+    names = [name for name in one.states if alone(one, name) != alone(other, name)]
+    return ", ".join(extras.called(names)) or "local_extras"
+
+
+def alike(watch: StateWatch) -> bytes:
+    """The members that show what is alike on all ranks, and the optimizer's numbers that are kept for this one."""
+    kind, now, before = watch.state_marks()
+    words = f',"state":["{kind}",{now},{before}]'.replace("None", "null").encode()
+    return watch.values.members(watch.alike() if watch.copies else {}) + words
+
+
+def begun(moved: Sequence[str] | None) -> bytes:
+    """The members of a loop that says when the next step begins. moved: since the end of this one; None: still there.
+
+    >>> begun(None), begun([]), begun(["rng/torch"])
+    (b',"begun":false', b',"begun":true', b',"begun":true,"between":["rng/torch"]')
+    """
+    if moved is None:
+        return b',"begun":false'
+    return b',"begun":true,"between":%s' % json.dumps(moved).encode() if moved else b',"begun":true'
+
+
+def changed_after_the_end(moved: Sequence[str], step: int, *, expected: bool) -> str:
+    """Say that this changed after the end of a step; the reason for a death in between.
+
+    expected: the loop says where the next step begins.
+    """
+    _log.log(
+        logging.INFO if expected else logging.WARNING,
+        "after step_end() of step %s, %s changed: if a rank is killed before that change, the resume is not "
+        "exact; change state that the next step reads before step_end()",
+        step,
+        ", ".join(moved),
+    )
+    return f"{', '.join(moved)} changed between step_end() and the next batch in an earlier step"
 
 
 class StepRecorder:
@@ -373,7 +556,7 @@ class StepRecorder:
         moved = self._see_what_moves(look=look)
         if updated:  # a loop that skips an update may step its schedulers or not
             self.after_update.happened({**self._extras_now.moved, **moved}, self.after_update.steps + 1, ends_epoch)
-        if look or not self._ended_here % extra_digests.EVERY:
+        if look or not self._ended_here % extras.EVERY:
             self.extras_by_rank()
             if self.source is not None:
                 self.source.follow_files()
@@ -423,7 +606,7 @@ class StepRecorder:
 
             def document(region: str | None) -> bytes:
                 moved.extend([] if region is None else [region])
-                return said + step_document.begun(moved) + self._of_all
+                return said + begun(moved) + self._of_all
 
             self._box.committed_again(self._step, document)
             if expected:
@@ -431,15 +614,15 @@ class StepRecorder:
         if moved and self.source is not None:
             self.source.copy_again()
         if moved and not (self.loop.early_reasons or self.loop.repeats):
-            why = step_document.changed_after_the_end(moved, self._step, expected=expected)
+            why = changed_after_the_end(moved, self._step, expected=expected)
             self.loop.moves_after_the_end(why)
         return True
 
     def extras_by_rank(self) -> dict[str, int]:
         """Digests of what has to be the same on all ranks; noted, for whoever resumes."""
         states = {name: one for name, one in self._extras_now.states.items() if self.extras.are_users(name)}
-        found = extra_digests.digests(states, {name: self.extra_buffers.of(name) for name in states})
-        self._digests = step_document.of_extras(self._ended_here, extra_digests.by_extra(found, states))
+        found = extras.digests(states, {name: self.extra_buffers.of(name) for name in states})
+        self._digests = of_extras(self._ended_here, extras.by_extra(found, states))
         return found
 
     def _see_what_moves(self, *, look: bool) -> dict[str, int]:
@@ -465,7 +648,7 @@ class StepRecorder:
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""
             own = self._attributes_ended = self.attributes.document()
-            early = step_document.begun(None) if self.ends_early else b""
+            early = begun(None) if self.ends_early else b""
             early += b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
             said = ended + local + own + early + self._of_all
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
@@ -474,7 +657,7 @@ class StepRecorder:
             if tentative is not None and not self._late_named:
                 late = attributes.differing(self._attributes_then, own)
                 if tentative[1] != local:
-                    late = step_document.what_differs(self.local_extras, tentative[0], self._local_now)
+                    late = what_differs(self.local_extras, tentative[0], self._local_now)
                 if late:
                     self._moves_late(late)
             self._attributes_then = b""
@@ -542,12 +725,12 @@ class StepRecorder:
         self._box.box.set_facts(json.dumps(facts).encode())
 
     def _document_of(self, position: Position | None) -> bytes:
-        return step_document.begin(
+        return begin(
             position, self.named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
         )
 
     def _said_of_all(self) -> bytes:
-        return self._digests + step_document.alike(self.watch) + b"}"
+        return self._digests + alike(self.watch) + b"}"
 
     def _local(self, local: ExtrasSnapshot) -> bytes:
-        return step_document.of_rank(self.local_extras, local)
+        return of_rank(self.local_extras, local)

@@ -13,7 +13,7 @@ In an incident the writer compares once more: what has moved since the mark, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from operator import ne
 from typing import Any
@@ -22,22 +22,318 @@ import torch
 import xxhash
 from torch.optim.optimizer import Optimizer
 
+from lastwords import clock
 from lastwords.checkpoint.meta import Marks
-from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
+from lastwords.errors import MismatchError
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of
 from lastwords.optim_wrapper.capture.device_copies import DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.device_copies import Mark as DeviceMark
-from lastwords.optim_wrapper.capture.taken_out import AMOUNT, Lent, StateCounts, emptied, gone_for_good, taken_out
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_differ, seen
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, overwrite, problem_of, staged_bytes
+from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.recurrence import Forecast, Late, some
 from lastwords.sharding import zero
+from lastwords.sharding.dtensor import local_of
+from lastwords.torch_private import foreach_copy
+
+# State that the loop takes out of the optimizer between two updates, to save memory, and puts back for the next.
+#
+# If a rank dies in between, the optimizer's state is not all there. What was taken out after the end of a step is
+# known to the witness, and is saved as if it were in its place, as long as nobody has written to it. What is out when
+# a step ends cannot be told from what the loop has thrown away; it is named until the next update, and from then on if
+# it has come back by then. If it has not, the loop throws state away, and what is saved of such a step's end is as it
+# was.
+
+Lent = dict[Any, dict[Any, Any] | None]
+"""Parameter -> what its state lacks; None: it is not worth saving."""
+
+AMOUNT = "the amount of optimizer state"
+"""What messages call it that the loop takes state out after its update."""
+
+
+class StateCounts:
+    """How much state the optimizers have at the moments of a step: a microsecond for each 50 parameters.
+
+    optimizers: those that have a state of their own, also while it changes. Training thread, except `is_out`.
+    """
+
+    def __init__(self, optimizers: Callable[[], Collection[Optimizer]]) -> None:
+        self._optimizers = optimizers
+        self._updated: int | None = None
+        self._out = False
+        """There was less at the last step's end than after its update, or than at the end before it."""
+        self._ended = 0
+        self._comes_back = self._stays_away = False
+
+    def now(self) -> int:
+        """Number of entries of all parameters together."""
+        entries = 0
+        for one in self._optimizers():
+            try:
+                entries += sum(map(len, one.state.values()))
+            except TypeError:  # there are values without a length
+                entries += sum(len(value) if isinstance(value, dict) else 1 for value in one.state.values())
+        return entries
+
+    def begin_update(self) -> None:
+        """The optimizer is about to read its state."""
+        if self._out:
+            back = self.now() > self._ended
+            self._comes_back, self._stays_away = self._comes_back or back, not back
+            self._out = False
+
+    def end_update(self) -> None:
+        """The optimizer has written it. Not called: it is not looked at in this step."""
+        self._updated = self.now()
+
+    def is_out(self, entries: int | None = None) -> bool:
+        """Whether there is less now than after the update, or than at the last step's end. entries: what `now` says."""
+        return (self.now() if entries is None else entries) < (self._ended if self._updated is None else self._updated)
+
+    def end_step(self, entries: int) -> bool:
+        """The step is over. Returns whether state is out."""
+        self._out = self.is_out(entries)
+        self._ended, self._updated = entries, None
+        return self._out
+
+    def reasons(self) -> list[str]:
+        """Why what is saved of the last step's end may lack state, or have some that was not there then."""
+        if self._comes_back:
+            out = "the loop removes optimizer state after optimizer.step() and restores it before the next update"
+            return [f"{out}, so it is missing from the state saved at a step's end"]
+        if self._out and not self._stays_away:
+            return ["optimizer state was removed between optimizer.step() and the end of the step"]
+        if self.now() > self._ended:
+            return ["optimizer state was added after the end of the step"]
+        return []
+
+
+def gone_for_good(witness: Witness, lent: Lent, parameters: Mapping[str, torch.Tensor]) -> list[StateName]:
+    """Names of what was there at the last step's end and is not now, beside what is `lent`."""
+    known = {name: lent.get(parameters.get(name.name), {}) for name in witness.gone()}
+    return [name for name, values in known.items() if values is not None and witness.slot(name).key not in values]
+
+
+def taken_out(
+    witness: Witness,
+    moved: Collection[StateName],
+    parameters: Mapping[str, torch.Tensor],
+    numbers: Iterable[tuple[Any, Any, Any]] = (),
+) -> Lent:
+    """State of each parameter that is not in the optimizer any more, as it was at the last step's end.
+
+    moved: names of the tensors that are not what they were then. parameters: all, by name. numbers: parameter, key and
+    value of what is no tensor and has changed. Writer's thread.
+    """
+    lent: Lent = {}
+    for name in witness.gone():
+        parameter = parameters.get(name.name)
+        if name.kind == "optim" and parameter is not None and name not in moved:
+            slot = witness.slot(name)
+            lent[parameter] = {**(slot.table or {}), **(lent.get(parameter) or {}), slot.key: slot.tensor}
+    for owner, key, value in numbers:
+        lent[owner] = {**(lent.get(owner) or {}), key: value}
+    without = [parameters[name.name] for name in emptied(witness, moved) if name.name in parameters]
+    return lent | dict.fromkeys(without, None)
+
+
+def emptied(witness: Witness, moved: Collection[StateName]) -> list[StateName]:
+    """Which of these are optimizer state that has no memory any more."""
+    found = {name: tensor for name in moved if name.kind == "optim" and (tensor := witness.get(name)) is not None}
+    return [name for name, tensor in found.items() if _is_empty(tensor)]
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or local_of(tensor).untyped_storage().nbytes() == 0
+
+
+# Copies, taken at each step's end, of tensors that something else than the optimizer writes.
+#
+# By the time of an incident such a tensor (a momentum encoder's, a codebook, weights that a second backward pass
+# perturbs) has moved on, and there is no rank that still has what it was. So from the first time that one is seen to
+# move, it is copied here. The writer of its unit saves the copy in the tensor's place. Small parameters go into the
+# black box as well, as this rank's own: they may differ from rank to rank, since nothing keeps them alike.
 
 _log = logging.getLogger(__name__)
+
+BOX_EACH_BYTES_MAX, BOX_BYTES_MAX = 1 << 20, 16 << 20
+"""Of one parameter, and of all: what goes into the black box, which has room for four copies. More is kept in host
+memory only, and taken to be the same on every rank; that it is shows in the words that are looked at of it."""
+
+MUCH_BYTES = 64 << 20
+"""From here on the first line about copies is a warning."""
+
+PREFIX = "model/"
+
+
+class BoundaryCopies:
+    """Keeps them in host memory for the writer, and small parameters in `tensors` too. Training thread, except `at`."""
+
+    def __init__(self, tensors: BoxTensors | None = None) -> None:
+        self.tensors = tensors or BoxTensors()
+        self._live: dict[StateName, torch.Tensor] = {}
+        self._host: dict[StateName, torch.Tensor] = {}
+        self._resized: set[StateName] = set()
+        self._step = -1
+        self._untold: list[StateName] = []
+
+    def __contains__(self, name: StateName) -> bool:
+        return name in self._live
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def names(self) -> list[StateName]:
+        """Names of all."""
+        return [*self._live]
+
+    @property
+    def _boxed(self) -> dict[StateName, Kept]:
+        every = self.tensors.of_kind(PREFIX).items()
+        return {StateName("model", name): kept for name, kept in every if not kept.given_up}
+
+    @property
+    def unboxed(self) -> list[StateName]:
+        """Names of those that no black box has: they have to be the same on every rank."""
+        boxed = self._boxed
+        return [name for name in self._live if name not in boxed]
+
+    def own(self) -> frozenset[str]:
+        """Names of the parameters that each rank has for itself."""
+        return frozenset(name.name for name in self._boxed)
+
+    @property
+    def late(self) -> list[StateName]:
+        """Names of those that only a black box's committed copies have."""
+        return [name for name, kept in self._boxed.items() if kept.region.committed_only]
+
+    def add(self, tensors: Mapping[StateName, torch.Tensor], frozen: Callable[[StateName], bool]) -> None:
+        """Copy these as well from now on."""
+        known = self._live.keys() | self._resized
+        new = {name: tensor for name, tensor in tensors.items() if name not in known}
+        room = BOX_BYTES_MAX - sum(kept.region.nbytes for kept in self._boxed.values())
+        for name, tensor in new.items():
+            self._live[name] = tensor
+            small = region_dtype(tensor.dtype) and tensor.nbytes <= min(BOX_EACH_BYTES_MAX, room)
+            if name.kind == "model" and small:
+                late = not frozen(name)  # else no update changes it
+                region = PREFIX + name.name
+                self.tensors.add(Kept(region, f"the {name}", self._live, name, late=late, optional=True, alone=True))
+                room -= tensor.nbytes
+        self._untold += new
+
+    def follow(self, tensor_of: Callable[[StateName], torch.Tensor | None]) -> None:
+        """Tensors may have been replaced by others; what is gone, or has another form, is copied no more."""
+        for name in [*self._live]:
+            tensor = tensor_of(name)
+            if tensor is self._live[name]:
+                continue
+            if tensor is None or not _same_form(tensor, self._live[name]):
+                self._leave_out(name)
+                continue
+            self._live[name] = tensor
+
+    def _leave_out(self, name: StateName) -> None:
+        del self._live[name]
+        self._host.pop(name, None)
+        if name.kind == "model":
+            self.tensors.remove(PREFIX + name.name)
+
+    # ------------------------------------------------------------------ host memory
+
+    def take(self, step: int) -> None:
+        """All of them, as they are at the end of `step`."""
+        self._step = -1
+        live = self._live
+        for name in [name for name, host in self._host.items() if not _same_form(host, live[name])]:
+            self._leave_out(name)  # `resize_` has given it another form, and will again: it is named, not copied
+            self._resized.add(name)
+        tensors = {name: tensor for name, tensor in live.items() if not problem_of(tensor)}
+        for name in self._host.keys() - tensors.keys():
+            del self._host[name]  # freed for now: it is named if it is to be saved
+        if not tensors:
+            return
+        began_s = clock.mono_s()
+        for name, tensor in tensors.items():
+            if name not in self._host:
+                self._host[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        with torch.inference_mode():
+            foreach_copy([self._host[name] for name in tensors], [*tensors.values()])
+        self._step = step
+        if self._untold:
+            self._tell(clock.mono_s() - began_s)
+
+    def checksum(self, names: Iterable[StateName]) -> int:
+        """Of the newest copies of some of them."""
+        digest = xxhash.xxh3_64()
+        for name in names:
+            memory = bytes_of(self._host[name]) if name in self._host else b""
+            digest.update(b"?" if memory is None else memory)
+        return digest.intdigest()
+
+    def at(self, step: int) -> dict[StateName, memoryview]:
+        """Bytes of each as it was at the end of `step`; none if they were taken at another one. Any thread.
+
+        Not of one that has another form by now: what is stored beside the bytes is the form of today.
+        """
+        if self._step != step:
+            return {}
+        same = {name: host for name, host in self._host.items() if _same_form(host, self._live[name])}
+        return {name: memory for name, host in same.items() if (memory := bytes_of(host)) is not None}
+
+    def _tell(self, took_s: float) -> None:
+        nbytes = sum(self._live[name].nbytes for name in self._untold if name in self._live)
+        which = f"the {self._untold[0]}" + (f" and {len(self._untold) - 1} more" if len(self._untold) > 1 else "")
+        self._untold = []
+        _log.log(
+            logging.WARNING if nbytes >= MUCH_BYTES else logging.INFO,
+            "%s (%.1f MB) changed outside of optimizer.step(), so from now on %s copied at each step's end (%.1f ms a "
+            "step for all such tensors); copy=False avoids the copies, but makes resumes inexact",
+            which,
+            nbytes / 1e6,
+            "it is" if which.endswith("'") else "they are",
+            took_s * 1e3,
+        )
+
+    def restore(self, regions: Mapping[str, RegionCopy]) -> None:
+        """Put this rank's own back into tensors that were `add`ed; other regions are ignored.
+
+        Raises MismatchError, before anything is changed, for one of another form.
+        """
+        saved = {name: regions[PREFIX + name.name] for name in self._live if PREFIX + name.name in regions}
+        different = {
+            name.name: f"saved {copy.dtype} {tuple(copy.shape)}, here {form}"
+            for name, copy in saved.items()
+            if (form := _stored_form(self._live[name])) != (copy.dtype, tuple(copy.shape))
+        }
+        if different:
+            raise MismatchError(f"saved parameters do not match this model: {different}", different=different)
+        for name, copy in saved.items():
+            overwrite(self._live[name], tensor_of(copy))
+
+
+def names_in(regions: Iterable[str]) -> list[StateName]:
+    """Of which parameters there are copies among these regions of a black box.
+
+    >>> names_in(["rng/torch", "model/k.weight"])
+    [StateName(kind='model', name='k.weight', key=None)]
+    """
+    return [StateName("model", name.removeprefix(PREFIX)) for name in regions if name.startswith(PREFIX)]
+
+
+def _stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
+    local = local_of(tensor)
+    return region_dtype(local.dtype), tuple(local.shape)
+
+
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
 
 LOOKS, LOOK_EVERY = 16, 4
 """Before the update it is looked at in so many steps first, and then in one of so many."""

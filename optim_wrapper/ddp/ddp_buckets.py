@@ -28,17 +28,19 @@ import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta import BUCKETS_VERSION, BucketRecord
-from lastwords.optim_wrapper.ddp.ddp_board import Board
-from lastwords.optim_wrapper.ddp.ddp_found import Listener, holding, places_of, span_of
-from lastwords.optim_wrapper.ddp.ddp_order import GradientOrder, options_of, replay_passes, unwatched
-from lastwords.optim_wrapper.ddp.ddp_private import (
+from lastwords.optim_wrapper.ddp.ddp_found import (
+    Listener,
     buckets_from_log,
     capability,
     find_ddp,
+    holding,
     is_compiled,
+    places_of,
     reducer_parameters,
     replicate_states,
+    span_of,
 )
+from lastwords.optim_wrapper.ddp.ddp_order import Board, GradientOrder, options_of, replay_passes, unwatched
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.torch_private import Store

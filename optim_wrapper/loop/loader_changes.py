@@ -4,13 +4,152 @@ is named.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lastwords.checkpoint.meta import Begun, Dealing, Inputs, LoopFacts, differences
-from lastwords.optim_wrapper.loop.global_samples import Carried, carry, samples_seen
+
+# A data position that does not depend on how many ranks there are: samples of the epoch that all of them have seen.
+#
+# torch's DistributedSampler puts an epoch's samples in one order and deals them out like cards: rank r of R gets every
+# R-th, beginning with r. So after k batches of b samples on each rank, exactly the first k * b * R of that order have
+# been seen, and the rest can be dealt to any other number of ranks. Each sample of the epoch is seen once, but for
+# what a sampler does at an epoch's end anyway: the last ranks get a sample again so that all have equally many, or,
+# with drop_last, what does not divide is left out.
+#
+# The step that was under way counts as not seen. A step of another size (other ranks, batch size, accumulate) moves
+# the numbers of the steps: the resumed epoch goes on counting from its last step and ends with another one than usual.
+
+_OF_THE_ORDER = ("samples", "shuffle", "seed")
+
+
+def dealing(loader: Any) -> Dealing:
+    """How a loader deals out its samples.
+
+    >>> dealing(DataLoader(range(9), batch_size=2))
+    Dealing(samples=9, shuffle=False, seed=0, replicas=1, batch_size=2, drop_last=False, even=False)
+    >>> dealing([1, 2]).known
+    False
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return Dealing()
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return Dealing()
+    sampler: Any = loader.sampler
+    size, drops = loader.batch_size, bool(loader.drop_last)
+    if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
+        samples = len(sampler.dataset)  # type: ignore[arg-type]
+        seed, ranks = sampler.seed if sampler.shuffle else 0, int(sampler.num_replicas)
+        return Dealing(samples, sampler.shuffle, seed, ranks, size, drops, bool(sampler.drop_last))
+    if type(sampler) is SequentialSampler:
+        return Dealing(len(sampler.data_source), replicas=1, batch_size=size, drop_last=drops)
+    return Dealing()
+
+
+def samples_seen(saved: LoopFacts, deal: Dealing, epoch: int, step: int) -> int:
+    """Samples of the epoch that the saved run, which dealt them like this, had seen after `step`, over all ranks.
+
+    >>> deal = Dealing(samples=50, replicas=4, batch_size=3)
+    >>> [samples_seen(LoopFacts(accumulate=2), deal, 1, step) for step in (0, 1, 2, 3)]
+    [0, 24, 48, 50]
+    """
+    begun = saved.begun(epoch)
+    if begun is None and step >= saved.steps_per_epoch > 0:
+        return deal.samples
+    first, first_step = (0, 0) if begun is None else (begun.first, begun.first_step)
+    return min(first + (step - first_step) * saved.accumulate * deal.batch_size * deal.replicas, deal.samples)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What is left of an epoch that had been begun so: `indices` are this rank's, in so many `batches`.
+
+    drawn: the sampler draws the epoch's order from the random streams at its start; what comes after `first` is left.
+    """
+
+    begun: Begun
+    indices: tuple[int, ...]
+    batches: int
+    drawn: bool = False
+
+    def open(self, loader: Any) -> Iterator[Any]:
+        """An iterator over the rest. Workers that persist are made with the next epoch."""
+        indices: Any = self.indices
+        if self.drawn:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the iterator, for its workers
+            indices = list(loader.sampler)[self.begun.first :]
+        sampler: Any = BatchSampler(indices, loader.batch_size, loader.drop_last)
+        kept = {name: loader.__dict__[name] for name in ("batch_sampler", "persistent_workers")}
+        # As in `skipping_iterator`: in place only while the iterator is being made.
+        loader.__dict__.update(batch_sampler=sampler, persistent_workers=False)
+        try:
+            iterator: Iterator[Any] = iter(loader)
+            return iterator
+        finally:
+            loader.__dict__.update(kept)
+
+
+def carry(
+    data: LoopFacts, epoch: int, step: int, loader: Any, accumulate: int, world_size: int = 0
+) -> tuple[Carried | None, str]:
+    """Where to go on in `epoch` after the saved `step`. None: by the number of steps, and why that is not right, or "".
+
+    data: of the saved run. world_size: ranks here. Nothing has to be carried where both runs deal alike.
+    """
+    saved, here = data.dealing, dealing(loader)
+    if saved is None:
+        return None, ""  # a loop of the user's own, who knows
+    unknown = not here.known and data.world_size != world_size
+    if saved == here and data.accumulate == accumulate and data.begun(epoch) is None and not unknown:
+        return None, ""
+    if not saved.known or not here.known:
+        return None, (
+            "the number of ranks or the loader has changed, and the loader does not expose how it "
+            "distributes samples over ranks, so the data continues by step count: some samples of this epoch "
+            "may be used twice or not at all; "
+            "use torch's DistributedSampler"
+        )
+    pairs = {name: (getattr(saved, name), getattr(here, name)) for name in _OF_THE_ORDER}
+    different = [f"{name}: {was} in the saved run, {now} here" for name, (was, now) in pairs.items() if was != now]
+    if different:
+        said = ", ".join(different)
+        return None, f"the samples of an epoch come in a different order ({said}), so the data continues by step count"
+    begun = Begun(epoch, samples_seen(data, saved, epoch, step), step)
+    indices = _dealt(loader, begun, here)
+    size = here.batch_size
+    batches = len(indices) // size if here.drop_last else -(-len(indices) // size)
+    return Carried(begun, indices, batches), ""
+
+
+def _dealt(loader: Any, begun: Begun, deal: Dealing) -> tuple[int, ...]:
+    """This rank's share of what is left of the epoch's order."""
+    sampler, ranks = loader.sampler, deal.replicas
+    if not isinstance(sampler, DistributedSampler):
+        return tuple(range(begun.first, deal.samples))
+    alone: Any = copy.copy(sampler)
+    alone.num_replicas, alone.rank, alone.drop_last = 1, 0, False
+    alone.num_samples = alone.total_size = deal.samples
+    alone.set_epoch(begun.epoch - 1)
+    rest = list(alone)[begun.first :]
+    over = len(rest) % ranks
+    if over and sampler.drop_last:
+        rest = rest[:-over]
+    elif over:
+        rest += (rest * ranks)[: ranks - over]
+    return tuple(rest[sampler.rank :: ranks])
+
 
 _OF_BATCHES = frozenset({"batch_size", "drop_last", "batches", "accumulate"})
 

@@ -41,8 +41,7 @@ from lastwords.optim_wrapper.loop.data_position import (
     static_reasons,
     told_epochs,
 )
-from lastwords.optim_wrapper.loop.global_samples import dealing
-from lastwords.optim_wrapper.loop.loader_changes import Onward, about
+from lastwords.optim_wrapper.loop.loader_changes import Onward, about, dealing
 
 _log = logging.getLogger(__name__)
 

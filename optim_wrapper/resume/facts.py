@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from lastwords.checkpoint.meta import RunFacts, differences
-from lastwords.optim_wrapper.ddp.ddp_private import find_ddp, is_compiled
+from lastwords.optim_wrapper.ddp.ddp_found import find_ddp, is_compiled
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 
 _OF_LAYOUT = ("ddp", "optimizer", "backend")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ from lastwords.checkpoint.load import Stamp, damage_told_from_replacement
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import (
     COMMITTED,
+    NO_STATE,
     BucketRecord,
     ExtrasMeta,
+    Habits,
     LoopFacts,
     Marks,
     RunFacts,
     StepDocument,
+    StoredLate,
     Tree,
     groups_of,
 )
@@ -38,30 +41,67 @@ from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.loop.data_position import known_at_resume
 from lastwords.optim_wrapper.resume.facts import changed
-from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.reshard import fits_as_it_is
-from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, open_chosen, refuse_later_start
+from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, begun_of, open_chosen, refuse_later_start
 from lastwords.optim_wrapper.resume.resume_elsewhere import (
+    ForeignWeights,
     Resharding,
+    Survey,
+    places_of,
     reason_of,
     refuse_left_overs,
     regions_of,
+    survey,
     take_over,
 )
-from lastwords.optim_wrapper.resume.resume_point import begun_of
-from lastwords.optim_wrapper.resume.saved_habits import habits_for, last_named
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
-from lastwords.optim_wrapper.resume.survey import Survey, places_of, survey
-from lastwords.optim_wrapper.state import extra_digests, plain_values
+from lastwords.optim_wrapper.state import extras, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, Saved, saved_in
 from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 from lastwords.processor.box_layout import RegionCopy
+from lastwords.processor.recurrence import Recurrence
 from lastwords.processor.saver import Position
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.vocabulary import UNIT_REPLICATED
+
+# What the run that is resumed had learned of its loop, and what its loop had called its steps.
+
+
+def habits_for(rank: int | None, manifest: Manifest) -> Habits:
+    """What the saved run had learned: that of this rank, or of all together where its own is lost, or for None."""
+    every = {rank: local.meta.habits for rank, local in manifest.locals.items()}
+    own = manifest.locals.get(-1 if rank is None else rank)
+    names_go_back = any(habits.names_go_back for habits in every.values())  # all ranks have to judge alike
+    if own is not None and own.meta.kind != NO_STATE:
+        return replace(own.meta.habits, names_go_back=names_go_back)
+    passes = {one.passes for one in every.values()} - {None}
+    return Habits(
+        names_go_back=names_go_back,
+        passes=passes.pop() if rank is not None and len(passes) == 1 else None,
+        early_reasons=[*dict.fromkeys(why for one in every.values() for why in one.early_reasons)],
+        after_copy=_newest(one.after_copy for one in every.values()),
+        after_update=_newest(one.after_update for one in every.values()),
+        updates=max((one.updates for one in every.values()), default=0),
+        draws=any(one.draws for one in every.values()) or None,
+    )
+
+
+def _newest(tables: Iterable[StoredLate]) -> StoredLate:
+    """Of each name what is known by the table in which it has come last."""
+    every = [item for table in tables for item in table.items()]
+    return dict(sorted(every, key=lambda item: Recurrence(*item[1]).last))
+
+
+def last_named(manifest: Manifest) -> Position | None:
+    """Of the step that was saved, or, where nobody knew that, of the newest one before it that a rank knew."""
+    if manifest.named:
+        return Position(manifest.epoch, manifest.step)
+    said = [local.document.after or () for local in manifest.locals.values() if local.tensors]
+    return max((Position(*after) for after in said if len(after) == 2), default=None)
+
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +241,7 @@ def _restore(
     reasons += known_at_resume(data, manifest.step)
     begun, of_some = begun_of(manifest)
     reasons += [of_some] if of_some else []
-    reasons += extra_digests.differing({rank: one.document for rank, one in manifest.locals.items()})
+    reasons += extras.differing({rank: one.document for rank, one in manifest.locals.items()})
     reasons += changed(run, facts_here, moved=moved)
 
     if surveyed is None:

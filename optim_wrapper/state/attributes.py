@@ -53,8 +53,7 @@ from lastwords.optim_wrapper.state.object_walk import (
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
-from lastwords.optim_wrapper.tensors.tensor_tree import is_composite, leaves_of, out_of, put_together, take_apart
-from lastwords.optim_wrapper.tensors.value_copies import into
+from lastwords.optim_wrapper.tensors.tensor_tree import into, is_composite, leaves_of, out_of, put_together, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of

@@ -12,36 +12,173 @@ cost exactness, never the weights or a healthy run. Of an object all is left out
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import types
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 
 from lastwords.checkpoint.entries import renamed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, Tree
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, StepDocument, Tree
 from lastwords.checkpoint.part import TensorSource
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.own_state import OwnState
-from lastwords.optim_wrapper.state.schedulers import (
-    is_at_its_end,
-    is_scheduler,
-    steps_without_argument,
-    times_stepped,
-)
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, source_of, spec_of
-from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, NamedTensor, out_of, put_together, take_apart
-from lastwords.optim_wrapper.tensors.value_copies import DICTS, advance, overwrite_values
+from lastwords.optim_wrapper.tensors.tensor_tree import (
+    ATOMS,
+    DICTS,
+    NamedTensor,
+    advance,
+    out_of,
+    overwrite_values,
+    put_together,
+    take_apart,
+)
 from lastwords.processor.recurrence import REPEATS_MIN, Forecast, Late
+from lastwords.sharding.verify import Difference
+
+# What is known of schedulers of torch's kind: how often one was stepped, and whether a resume can step it.
+
+
+def is_scheduler(target: Any) -> bool:
+    """Whether it is a scheduler of torch's kind."""
+    return isinstance(target, torch.optim.lr_scheduler.LRScheduler) or callable(getattr(target, "get_last_lr", None))
+
+
+def steps_without_argument(target: Any) -> bool:
+    """Whether it is a scheduler whose step() can be called as it is."""
+    step = getattr(target, "step", None)
+    if not callable(step) or not callable(getattr(target, "get_last_lr", None)):
+        return False  # a second optimizer, say, has a step() too; stepping it again is not what is due
+    try:
+        inspect.signature(step).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def is_at_its_end(state: Any) -> bool:
+    """Whether a scheduler has just made the last one of the steps that it was made for."""
+    known = ("total_iters", "T_max", "total_steps")
+    return isinstance(state, dict) and any(state.get(key, -1) == state.get("last_epoch") for key in known)
+
+
+def times_stepped(before: Any, now: Any) -> int:
+    """How often a scheduler stepped between two states of it: 1, or 2 for anything else; other objects: always 1.
+
+    torch's schedulers count in last_epoch and most in _step_count as well (CosineAnnealingWarmRestarts does not);
+    one that is stepped with an argument, such as a fraction of an epoch, does not count up by one.
+    """
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return 1
+    if isinstance(now.get("last_epoch"), int | float) and isinstance(before.get("last_epoch"), int | float):
+        counts = before.get("_step_count"), now.get("_step_count")
+        known = isinstance(counts[0], int) and isinstance(counts[1], int)
+        extra = known and counts[1] - counts[0] not in (0, 1)  # type: ignore[operator]
+        return 2 if extra or now["last_epoch"] - before["last_epoch"] != 1 else 1
+    inner, inner_now = before.get("_schedulers"), now.get("_schedulers")
+    if isinstance(inner, list) and isinstance(inner_now, list) and len(inner) == len(inner_now):
+        return max(map(times_stepped, inner, inner_now), default=1)
+    return 1
+
+
+# Whether extras are the same on every rank, as they are promised to be: digests of their states are compared.
+#
+# Before the first step the ranks compare them with each other. Later each rank's black box has digests of now and
+# then, and whoever resumes compares those of one step.
+
+EVERY = 64
+"""Steps after which there are new ones, besides the first, second, fourth, eighth, ... one."""
+
+UNIT = "~extras"
+"""Stands where a unit's name stands among digests of units."""
+
+REMEDY = "a resume restores one rank's extras on all ranks; pass state that differs by rank as local_extras="
+
+
+def digests(states: Mapping[str, Any], apart: Mapping[str, frozenset[str]]) -> dict[str, int]:
+    """Digest of each item of each extra's state. apart: keys of those that are kept for each rank.
+
+    What cannot be stored is left out: it is told anyway.
+
+    >>> list(digests({"mine": {"seen": 1, "own": 2}}, {"mine": frozenset({"own"})}))
+    ["extras['mine']['seen']"]
+    """
+    found: dict[str, int] = {}
+    for name, state in states.items():
+        items = state.items() if isinstance(state, dict) else [(None, state)]
+        for key, item in items:
+            path = f"extras[{name!r}]" + ("" if key is None else f"[{key!r}]")
+            if key in apart.get(name, ()):
+                continue
+            try:
+                found[path] = _digest(item)
+            except (UnstorableError, RecursionError):
+                continue
+    return found
+
+
+def _digest(item: Any) -> int:
+    tree, tensors = take_apart(item, "x", "x")
+    hashed = xxhash.xxh3_64(json.dumps(pack(tree)).encode())
+    for one in tensors:
+        source = source_of(one.tensor, None)
+        hashed.update(source() if callable(source) else source)
+    return hashed.intdigest()
+
+
+def text(difference: Difference) -> str:
+    """What is said of extras that differ when ranks compare them."""
+    more = "" if difference.count == 1 else f" and {difference.count - 1} more"
+    ranks = " and ".join(str(camp[0]) for camp in difference.camps)
+    return f"{difference.tensor}{more} is not the same on all ranks ({ranks}): {REMEDY}"
+
+
+def short(found: Mapping[str, int]) -> str:
+    """One digest of all of them."""
+    return xxhash.xxh3_64(json.dumps(found).encode()).hexdigest()
+
+
+def differing(said: Mapping[int, StepDocument]) -> list[str]:
+    """Reasons out of what the black boxes of ranks say: those of one step are compared.
+
+    >>> one, other = StepDocument(extras=(4, {"ema": "a"})), StepDocument(extras=(4, {"ema": "b"}))
+    >>> (reason,) = differing({0: one, 1: other, 2: StepDocument()})
+    >>> reason.partition(":")[0]
+    "extras['ema'] was not the same on all ranks after 4 steps of the saved run (0 and 1)"
+    """
+    seen: dict[tuple[int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, document in sorted(said.items()):
+        step, of_names = document.extras or (0, {})
+        for name, digest in of_names.items():
+            seen[step, name][digest].append(rank)
+    return [
+        f"extras[{name!r}] was not the same on all ranks after {step} steps of the saved run "
+        f"({' and '.join(str(ranks[0]) for ranks in camps.values())}): {REMEDY}"
+        for (step, name), camps in sorted(seen.items())
+        if len(camps) > 1
+    ]
+
+
+def by_extra(found: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, str]:
+    """One digest of each extra, out of those of its items."""
+    return {
+        name: short({path: digest for path, digest in found.items() if path.startswith(f"extras[{name!r}]")})
+        for name in names
+    }
+
 
 _log = logging.getLogger(__name__)
 

@@ -39,8 +39,7 @@ from lastwords.optim_wrapper.state.running import (
     user_modules,
 )
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
-from lastwords.optim_wrapper.tensors.tensor_tree import parts_of
-from lastwords.optim_wrapper.tensors.value_copies import DICTS
+from lastwords.optim_wrapper.tensors.tensor_tree import DICTS, parts_of
 from lastwords.sharding.dtensor import local_of
 
 OBJECTS_MAX = 20_000

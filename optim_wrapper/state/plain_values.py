@@ -29,8 +29,7 @@ from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
 from lastwords.checkpoint.storable import DEPTH_MAX, NUMPY_KINDS, is_storable, pack, unpack
 from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
-from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS
-from lastwords.optim_wrapper.tensors.value_copies import copied, differ, is_fixed
+from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, copied, differ, is_fixed
 from lastwords.vocabulary import UNIT_REPLICATED
 
 KEPT_MAX = 64

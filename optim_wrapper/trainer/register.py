@@ -15,7 +15,7 @@ from lastwords import log_lines
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp import ddp_buckets
-from lastwords.optim_wrapper.launch import switch
+from lastwords.optim_wrapper.launch import config
 from lastwords.optim_wrapper.launch.config import Config, DataMode
 from lastwords.optim_wrapper.launch.drill_plan import DRILL
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count, tells_the_others
@@ -25,7 +25,7 @@ from lastwords.optim_wrapper.loop.loader_changes import onward
 from lastwords.optim_wrapper.loop.steps import Steps
 from lastwords.optim_wrapper.resume.facts import run_facts
 from lastwords.optim_wrapper.resume.resume import resume_from
-from lastwords.optim_wrapper.resume.resume_point import ResumePoint, drilled_beside
+from lastwords.optim_wrapper.resume.resume_choice import ResumePoint, drilled_beside
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.trainer.checkpoint_config import (
     CheckpointConfig,
@@ -104,7 +104,7 @@ class TFTRegister:
         repeats: bool = False,
     ) -> None:
         log_lines.begin(os.environ.get("RANK", ""))
-        self._enabled = switch.switch_from_env().enabled
+        self._enabled = config.switch_from_env().enabled
         self._config = Config.from_env(
             ctrl_rank_id, ctrl_ip, ctrl_port, ckpt_save_path, fallback_path=fallback_path, data=data
         )

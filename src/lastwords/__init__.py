@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lastwords.integrations.transform_files import transform_checkpoints
     from lastwords.launcher.worker import run
     from lastwords.optim_wrapper.loop.batches import Batches
-    from lastwords.optim_wrapper.resume.resume_point import ResumePoint, peek
+    from lastwords.optim_wrapper.resume.resume_choice import ResumePoint, peek
     from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
     from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
     from lastwords.optim_wrapper.trainer.protect import protect
@@ -108,8 +108,8 @@ _WHERE = {
     "ModelCheckpoint": "lastwords.optim_wrapper.trainer.checkpoint_config",
     "TFTRegister": "lastwords.optim_wrapper.trainer.register",
     "protect": "lastwords.optim_wrapper.trainer.protect",
-    "ResumePoint": "lastwords.optim_wrapper.resume.resume_point",
-    "peek": "lastwords.optim_wrapper.resume.resume_point",
+    "ResumePoint": "lastwords.optim_wrapper.resume.resume_choice",
+    "peek": "lastwords.optim_wrapper.resume.resume_choice",
     "Part": "lastwords.sharding.parts",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",

@@ -13,7 +13,7 @@ import pytest
 
 from lastwords.checkpoint import drill_record, layout, load, publish, retention
 from lastwords.checkpoint.system import REAL_OS
-from lastwords.cli import reasons
+from lastwords.cli import tables
 from lastwords.cli.main import EXIT_CODES, ExitCode, exit_code_of, main
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, StorageError
 from tests import golden
@@ -173,8 +173,8 @@ def test_a_list_of_checkpoints_shows_one_reason_of_each(capsys: Capture, many_re
 
 def test_many_different_reasons_are_cut_and_say_so() -> None:
     said = [f"rank {rank}: reason {rank}" for rank in range(10)]
-    assert reasons.shortened(said, everything=False) == [*said[:6], "and 4 more (--all shows them)"]
-    assert reasons.shortened(said, everything=True) == said
+    assert tables.shortened(said, everything=False) == [*said[:6], "and 4 more (--all shows them)"]
+    assert tables.shortened(said, everything=True) == said
 
 
 def test_inspect_in_json_holds_the_whole_manifest(capsys: Capture, newest: Path) -> None:

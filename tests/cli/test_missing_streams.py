@@ -10,9 +10,9 @@ import pytest
 
 SCRIPT = """
 import os, subprocess, sys
-from lastwords.cli import missing_streams
+from lastwords.cli import main
 if sys.argv[1] == "opens":
-    missing_streams.open_missing()
+    main.open_missing()
 pipe = os.pipe()
 child = subprocess.run(["readlink", "/proc/self/fd/0", "/proc/self/fd/1", "/proc/self/fd/2"], stdout=subprocess.PIPE)
 print("to nobody")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lastwords.drill.records import Begin, Life, Step
+from lastwords.drill.phases import Begin, Life, Step
 
 Leaves = dict[str, dict[str, str]]
 PASSES = {"forward": 1, "backward": 5, "update": 1}

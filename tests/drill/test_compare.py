@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, first_difference, judge, judge_fewer, unsteady
-from lastwords.drill.phases import FEWER, Drill
-from lastwords.drill.records import Life
+from lastwords.drill.phases import FEWER, Drill, Life
 from lastwords.optim_wrapper.launch.drill_plan import STATE, Death
 from tests.drill.made import begin, leaves, life
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from lastwords.drill.records import lives_in
+from lastwords.drill.phases import lives_in
 from lastwords.errors import FormatError
 from tests import golden
 from tests.drill.made import begin, life

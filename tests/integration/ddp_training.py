@@ -27,7 +27,7 @@ STEPS = 6
 
 def take_out(name: str) -> None:
     """Replace a mechanism by one that does nothing."""
-    from lastwords.optim_wrapper.ddp import ddp_board, ddp_buckets, ddp_order
+    from lastwords.optim_wrapper.ddp import ddp_buckets, ddp_order
     from lastwords.optim_wrapper.state import state_view
 
     if name == "replay":
@@ -35,7 +35,7 @@ def take_out(name: str) -> None:
     elif name == "beside":
         state_view.with_those_beside = lambda model, *_: model
     elif name == "rank 0's order":
-        ddp_board.Board.exchange = lambda *_: None  # type: ignore[method-assign]
+        ddp_order.Board.exchange = lambda *_: None  # type: ignore[method-assign]
         ddp_order.GradientOrder._unconfirmed = lambda *_: ""  # type: ignore[method-assign]
     elif name == "hooks":
         ddp_order.hidden_states = lambda *_: []

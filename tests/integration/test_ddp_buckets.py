@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp import ddp_buckets
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
-from lastwords.optim_wrapper.ddp.ddp_private import buckets_from_log
+from lastwords.optim_wrapper.ddp.ddp_found import buckets_from_log
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
 from tests.integration.forked import on_ranks

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.entries import facts_problem
 from lastwords.checkpoint.meta import BucketRecord
-from lastwords.optim_wrapper.ddp import ddp_board
+from lastwords.optim_wrapper.ddp import ddp_order
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
 from tests.integration.ddp_jobs import (
     Job,
@@ -236,7 +236,7 @@ def test_once_ddp_shows_its_buckets_their_order_is_recorded_even_where_each_is_s
 
 def test_a_store_that_never_answers_keeps_nobody_waiting(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
-        board = ddp_board.Board(dist.distributed_c10d._get_default_store(), "nobody writes", writes=False)
+        board = ddp_order.Board(dist.distributed_c10d._get_default_store(), "nobody writes", writes=False)
         board.exchange([[0]])
         found = board.found(0.01)
         board.close()

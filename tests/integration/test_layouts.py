@@ -26,8 +26,8 @@ from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
-from lastwords.optim_wrapper.resume.foreign_weights import ForeignWeights
 from lastwords.optim_wrapper.resume.resume import resume_from
+from lastwords.optim_wrapper.resume.resume_elsewhere import ForeignWeights
 from lastwords.optim_wrapper.state.rank_units import LOOK_EVERY_STEPS
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.launcher.refusal import EXIT_BUSY
+from lastwords.launcher.new_process import EXIT_BUSY
 from tests.integration.faults import controller_state, dying, is_gone
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout

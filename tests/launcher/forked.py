@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Lines
 from lastwords.launcher.processes import RankProcess
+from lastwords.launcher.protocol import Fork
 from lastwords.optim_wrapper.launch.reporter import listening
 from tests.integration.programs import PR_SET_CHILD_SUBREAPER, prctl
 

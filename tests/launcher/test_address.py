@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lastwords.errors import ConfigError
-from lastwords.launcher import address
+from lastwords.launcher import scheduler
 from tests import golden
 from tests.integration.harness import Port
 
@@ -49,7 +49,7 @@ def reached(host: str, port: int) -> list[str]:
     """At which addresses of this host somebody answers."""
     answers = []
     with contextlib.ExitStack() as stack:
-        for server in address.servers(host, port, 8):
+        for server in scheduler.servers(host, port, 8):
             stack.enter_context(server)
         for one in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
             with contextlib.suppress(ConnectionRefusedError):
@@ -93,13 +93,13 @@ def test_a_name_that_is_a_loopback_address_here_may_be_another_one_elsewhere(
 def test_a_name_that_nobody_knows_is_refused(port: int, means: Callable[..., None]) -> None:
     means("nohost.invalid")
     with golden.raises(ConfigError):
-        address.servers("nohost.invalid", port, 8)
+        scheduler.servers("nohost.invalid", port, 8)
 
 
 def test_an_address_that_is_taken_gives_the_others_back(port: int, means: Callable[..., None]) -> None:
     means("localhost", "127.0.0.1", "127.0.0.2")
     with socket.create_server(("127.0.0.2", port)), pytest.raises(OSError) as refused:
-        address.servers("localhost", port, 8)
+        scheduler.servers("localhost", port, 8)
     assert refused.value.errno == errno.EADDRINUSE
     assert reached("localhost", port) == ["127.0.0.1", "127.0.0.2"]
 
@@ -107,7 +107,7 @@ def test_an_address_that_is_taken_gives_the_others_back(port: int, means: Callab
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_an_ipv6_address(port: int) -> None:
     with contextlib.ExitStack() as stack:
-        for server in address.servers("::1", port, 8):
+        for server in scheduler.servers("::1", port, 8):
             stack.enter_context(server)
         stack.enter_context(socket.create_connection(("::1", port), 10))
         with pytest.raises(ConnectionRefusedError):

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lastwords.errors import ConfigError
-from lastwords.launcher import claim as module
-from lastwords.launcher.claim import Claim, claim
+from lastwords.launcher import command as module
+from lastwords.launcher.command import Claim, claim
 from tests import golden
 
 COMMAND = ["python", "train.py", "/ckpt"]
@@ -88,7 +88,7 @@ def test_other_jobs_commands_and_directories_are_none_of_its_business(
 
 def test_a_killed_launcher_holds_nothing(job: str) -> None:
     code = (
-        f"import sys; from lastwords.launcher.claim import claim; kept = claim({COMMAND}, ['x'], 1); print(); input()"
+        f"import sys; from lastwords.launcher.command import claim; kept = claim({COMMAND}, ['x'], 1); print(); input()"
     )
     environ = {**os.environ, "LASTWORDS_JOB": job}
     pipe = subprocess.PIPE

@@ -23,10 +23,10 @@ from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import cluster_state, scheduler
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
+from lastwords.launcher.core import Place
 from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, cluster_of, misspelt
 from lastwords.launcher.events import Gone
 from lastwords.launcher.registry import Member, Process
-from lastwords.launcher.roster import Place
 from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.test_crash import crashes

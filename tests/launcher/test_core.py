@@ -8,8 +8,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from lastwords.launcher.core import LauncherCore
-from lastwords.launcher.crash_loop import DEATHS_MAX, REPEAT_STEPS, REPEATS_MAX
+from lastwords.launcher.core import (
+    DEATHS_MAX,
+    END_S,
+    KILLED_S,
+    LEAVE_NOTICE_S,
+    LEAVE_S,
+    NAMED_RANKS_MAX,
+    REPEAT_STEPS,
+    REPEATS_MAX,
+    TOLD_S,
+    LauncherCore,
+    Place,
+    Rank,
+    Roster,
+)
 from lastwords.launcher.events import (
     UNKNOWN_CODE,
     Awaited,
@@ -34,17 +47,6 @@ from lastwords.launcher.events import (
     Stopped,
     Tick,
     Updated,
-)
-from lastwords.launcher.roster import (
-    END_S,
-    KILLED_S,
-    LEAVE_NOTICE_S,
-    LEAVE_S,
-    NAMED_RANKS_MAX,
-    TOLD_S,
-    Place,
-    Rank,
-    Roster,
 )
 from tests import golden
 

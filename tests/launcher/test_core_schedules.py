@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lastwords.launcher.core import LauncherCore
-from lastwords.launcher.crash_loop import REPEATS_MAX
+from lastwords.launcher.core import LEAVE_NOTICE_S, LEAVE_S, REPEATS_MAX, LauncherCore, Place, Rank
 from lastwords.launcher.events import (
     Begun,
     Effect,
@@ -26,7 +25,6 @@ from lastwords.launcher.events import (
     Stopped,
     Tick,
 )
-from lastwords.launcher.roster import LEAVE_NOTICE_S, LEAVE_S, Place, Rank
 from tests.launcher.copies import core_copied, twin, values
 
 KILLED, ASKED, SAVED, REFUSED = -9, -15, 75, 2

@@ -19,9 +19,8 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.errors import FormatError
 from lastwords.launcher import fork_server, forks
-from lastwords.launcher.fork_messages import Fork, Forked, Made
 from lastwords.launcher.forks import DEATHS_MAX, ForkServer
-from lastwords.launcher.protocol import read
+from lastwords.launcher.protocol import Fork, Forked, Made, read
 from lastwords.liveness.parents import MEANT_FOR_RANKS
 from lastwords.liveness.process_id import is_stopped
 from tests import golden

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lastwords.checkpoint import load
-from lastwords.launcher import crash_loop
+from lastwords.launcher import core
 from lastwords.processor.departure import EXIT_SAVED
 from tests import golden
 from tests.integration.harness import Cluster
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_numb
     assert [max(trace(tmp_path, rank)) for rank in range(RANKS)] == [4, 4]
     assert load.latest(tmp_path / "ckpt") is not None
     # The first death comes with a newly saved step.
-    assert {len(begun(tmp_path, rank)) for rank in range(RANKS)} == {1 + crash_loop.DEATHS_MAX + 1}
+    assert {len(begun(tmp_path, rank)) for rank in range(RANKS)} == {1 + core.DEATHS_MAX + 1}
 
 
 @pytest.mark.thorough

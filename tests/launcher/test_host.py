@@ -23,7 +23,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lastwords.launcher import host as module
-from lastwords.launcher import orphans
+from lastwords.launcher import processes
 from lastwords.launcher.agent import _Round
 from lastwords.launcher.events import (
     Awaited,
@@ -40,7 +40,6 @@ from lastwords.launcher.events import (
     Ready,
     Stopped,
 )
-from lastwords.launcher.fork_messages import Fork
 from lastwords.launcher.host import Host, HowLeft, Program
 from lastwords.launcher.link import Lines, send
 from lastwords.launcher.processes import RankProcess, Seat, ended_badly
@@ -49,6 +48,7 @@ from lastwords.launcher.protocol import (
     PROTOCOL,
     ControllerAnswer,
     ControllerWanted,
+    Fork,
     FromRank,
     Hello,
     Loaded,
@@ -294,8 +294,8 @@ def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.Monkey
     ]
     stranger, kept, _ = others
     try:
-        monkeypatch.setattr(orphans, "children", lambda: [leader.pid, *(one.pid for one in others)])
-        found = [*orphans.end_orphans({leader.pid}, {kept.pid})]
+        monkeypatch.setattr(processes, "children", lambda: [leader.pid, *(one.pid for one in others)])
+        found = [*processes.end_orphans({leader.pid}, {kept.pid})]
         assert [pid for pid, _ in found] == [stranger.pid]
         assert [one.poll() is None for one in (leader, *others)] == [False, True, True, True]
     finally:
@@ -307,7 +307,7 @@ def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.Monkey
 
 def test_what_a_ranks_own_children_have_started_ends_with_them() -> None:
     """Each is an orphan only once the one that has started it has been ended."""
-    before = orphans.children()
+    before = processes.children()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         child = "sh -c 'sleep 600 & echo $!; wait'"
@@ -317,7 +317,7 @@ def test_what_a_ranks_own_children_have_started_ends_with_them() -> None:
         leader.kill()
         leader.wait()
         leader.stdout.close()
-        assert [*orphans.end_orphans({leader.pid}, before)] == []
+        assert [*processes.end_orphans({leader.pid}, before)] == []
         with pytest.raises(ProcessLookupError):
             os.kill(grandchild, 0)
     finally:

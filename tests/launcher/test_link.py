@@ -14,6 +14,7 @@ import pytest
 
 from lastwords.errors import FormatError
 from lastwords.launcher import head, link
+from lastwords.launcher.core import LEAVE_S
 from lastwords.launcher.events import (
     Awaited,
     Begun,
@@ -34,7 +35,6 @@ from lastwords.launcher.events import (
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.link import Complaints, Connection, Inbox, Lines, send
 from lastwords.launcher.protocol import PROTOCOL, FromHost, Introduction, ToHost, read, to_message
-from lastwords.launcher.roster import LEAVE_S
 from tests import golden
 from tests.launcher.test_scheduler import reset
 

@@ -14,13 +14,12 @@ import pytest
 
 from lastwords.clock import OwnTime
 from lastwords.errors import ConfigError, UnavailableError
-from lastwords.launcher import joining, membership, scheduler
+from lastwords.launcher import membership, scheduler
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
 from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Kill, Left, Over, Ready, Seat
-from lastwords.launcher.joining import JOIN_S, Candidate, Joined
 from lastwords.launcher.link import Lines, send
-from lastwords.launcher.membership import Membership
+from lastwords.launcher.membership import JOIN_S, Candidate, Joined, Membership
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
@@ -49,8 +48,8 @@ def test_a_worker_that_has_met_itself_at_the_schedulers_port_leaves_it_at_once(
     cluster = Cluster(WORKER, 2, *address, tmp_path, True)
     with ClusterState(cluster).held():
         ClusterState(cluster).token()
-    monkeypatch.setattr(joining.socket, "create_connection", lambda *_: link)  # no limit to how long it waits
-    monkeypatch.setattr(joining, "JOIN_S", -1.0)
+    monkeypatch.setattr(membership.socket, "create_connection", lambda *_: link)  # no limit to how long it waits
+    monkeypatch.setattr(membership, "JOIN_S", -1.0)
     with pytest.raises(UnavailableError):
         Candidate(cluster).join()
     socket.create_server(address).close()
@@ -70,12 +69,12 @@ def test_a_scheduler_that_cannot_be_reached_is_waited_for_with_a_limit_and_named
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(joining, "mono_s", lambda: now_s)
-    monkeypatch.setattr(joining.time, "sleep", sleep)
+    monkeypatch.setattr(membership, "mono_s", lambda: now_s)
+    monkeypatch.setattr(membership.time, "sleep", sleep)
     with caplog.at_level(logging.WARNING), pytest.raises(UnavailableError) as refused:
         Candidate(cluster).join()
-    assert now_s == pytest.approx(joining.JOIN_S, abs=1)
-    assert len(caplog.messages) == pytest.approx(joining.JOIN_S / joining.NOTICE_S, abs=4)
+    assert now_s == pytest.approx(membership.JOIN_S, abs=1)
+    assert len(caplog.messages) == pytest.approx(membership.JOIN_S / membership.NOTICE_S, abs=4)
     golden.says([caplog.messages[0], str(refused.value)])
 
 
@@ -84,8 +83,8 @@ def test_a_newcomer_is_told_that_a_scheduler_does_not_answer(tmp_path: Path, mon
         cluster = Cluster(WORKER, 2, *stopped.getsockname(), tmp_path, True)
         with ClusterState(cluster).held():
             ClusterState(cluster).token()
-        monkeypatch.setattr(joining, "ANSWER_S", 0.1)
-        monkeypatch.setattr(joining, "JOIN_S", -1.0)
+        monkeypatch.setattr(membership, "ANSWER_S", 0.1)
+        monkeypatch.setattr(membership, "JOIN_S", -1.0)
         with golden.raises(UnavailableError):
             Candidate(cluster).join()
 

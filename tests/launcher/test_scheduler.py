@@ -26,6 +26,7 @@ from lastwords.launcher import head, membership
 from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, read_token
+from lastwords.launcher.core import KEEP_AGAIN_S, Place
 from lastwords.launcher.environment import SCHEDULER, Cluster
 from lastwords.launcher.events import Begun, Ended, Event, Gone, Inside, Left, Over, Ready, Stop
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
@@ -42,7 +43,6 @@ from lastwords.launcher.protocol import (
     to_message,
 )
 from lastwords.launcher.registry import SILENCE_S, Member, Process, Refused
-from lastwords.launcher.roster import KEEP_AGAIN_S, Place
 from lastwords.launcher.scheduler import BEAT_S, Scheduler, schedule
 from lastwords.liveness import process_id
 from tests import golden

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lastwords.launcher.core import LauncherCore
+from lastwords.launcher.core import END_S, KEEP_AGAIN_S, KILLED_S, LEAVE_S, LauncherCore, Place
 from lastwords.launcher.events import (
     Awaited,
     Begun,
@@ -30,7 +30,6 @@ from lastwords.launcher.events import (
 )
 from lastwords.launcher.membership import _Stand
 from lastwords.launcher.protocol import Done
-from lastwords.launcher.roster import END_S, KEEP_AGAIN_S, KILLED_S, LEAVE_S, Place
 from lastwords.processor.departure import EXIT_SAVED
 from tests.launcher.copies import core_copied, twin, values
 

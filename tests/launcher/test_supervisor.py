@@ -23,6 +23,7 @@ import pytest
 from lastwords.errors import ConfigError
 from lastwords.launcher import supervisor as module
 from lastwords.launcher.cluster_state import ClusterState
+from lastwords.launcher.core import END_S
 from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster
 from lastwords.launcher.events import (
     NOT_ENDED,
@@ -46,7 +47,6 @@ from lastwords.launcher.events import Seat as Given
 from lastwords.launcher.host import Host, Program
 from lastwords.launcher.processes import Seat
 from lastwords.launcher.protocol import Beat, Done, FromSupervisor
-from lastwords.launcher.roster import END_S
 from lastwords.launcher.scheduler import Scheduler
 from lastwords.launcher.supervisor import Supervisor, become_supervisor
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
@@ -164,8 +164,8 @@ def test_a_rank_that_does_not_end_once_the_scheduler_has_given_up_is_killed_in_t
     monkeypatch.setattr(module, "mono_s", lambda: now_s[0])
     runs(one)
     gives_up(one)
-    for _ in range(3):
-        now_s[0] += END_S / 2
+    for _ in range(int(END_S) + 1):  # of a pause without a tick only a second counts
+        now_s[0] += 1.0
         one._tick()
     assert one._host.orders == [End(1), Kill(1, NOT_ENDED)]
 

@@ -22,6 +22,7 @@ from lastwords.errors import BusyError, ConfigError, IncompleteError, LastWordsE
 from lastwords.launcher import fork_server, new_process, worker
 from lastwords.launcher.events import Begun, Guarded, Left, Over, Updated
 from lastwords.launcher.link import Lines
+from lastwords.launcher.new_process import EXIT_BUSY, EXIT_REFUSED
 from lastwords.launcher.protocol import (
     ControllerAnswer,
     ControllerWanted,
@@ -33,7 +34,6 @@ from lastwords.launcher.protocol import (
     read,
     to_message,
 )
-from lastwords.launcher.refusal import EXIT_BUSY, EXIT_REFUSED
 from lastwords.launcher.registry import Refused
 from lastwords.optim_wrapper.launch import reporter
 from lastwords.optim_wrapper.launch.reporter import LAUNCHER, PROTOCOL, Reporter, listening

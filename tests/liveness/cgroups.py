@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.liveness.oom_counts import OomCounts
+from lastwords.liveness.endings import OomCounts
 
 
 @contextlib.contextmanager

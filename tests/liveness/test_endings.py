@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.liveness import oom_counts, process_id
-from lastwords.liveness.endings import UNKNOWN, OomKills, ending_text
-from lastwords.liveness.oom_counts import OomCounts
+from lastwords.liveness import endings, process_id
+from lastwords.liveness.endings import UNKNOWN, OomCounts, OomKills, ending_text
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource, ProcessId
 from tests import golden
@@ -128,7 +127,7 @@ def test_the_count_is_read_from_a_file_of_either_version(tmp_path: Path, text: s
 def test_a_watch_compares_the_counts_of_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")
-    monkeypatch.setattr(oom_counts, "counting_files", lambda cgroups, mounts: [tmp_path / "none", events])
+    monkeypatch.setattr(endings, "counting_files", lambda cgroups, mounts: [tmp_path / "none", events])
     told = Ends()
     with child(READY + "os.kill(os.getpid(), 9)") as (process, identity):
         watch = HostWatch(Ends(), on_ending=told)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
+from lastwords.optim_wrapper.capture.rank_local import BeforeCollective
 
 
 @pytest.fixture

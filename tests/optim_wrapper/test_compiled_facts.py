@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp import ddp_buckets
-from lastwords.optim_wrapper.ddp.ddp_private import is_compiled
+from lastwords.optim_wrapper.ddp.ddp_found import is_compiled
 from lastwords.optim_wrapper.resume.facts import changed, run_facts
 from tests.integration.forked import on_ranks
 

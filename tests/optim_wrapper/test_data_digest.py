@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from lastwords.checkpoint.meta import Habits
-from lastwords.optim_wrapper.capture.loop_habits import LoopHabits
+from lastwords.optim_wrapper.capture.recorder import LoopHabits
 from lastwords.optim_wrapper.loop import data_digest as module
 from lastwords.optim_wrapper.loop.data_digest import data_digest
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.entries import facts_problem
-from lastwords.optim_wrapper.capture.before_collective import BeforeCollective
 from lastwords.optim_wrapper.capture.buffers import Buffers
+from lastwords.optim_wrapper.capture.rank_local import BeforeCollective
 from lastwords.optim_wrapper.ddp import ddp_found
 from lastwords.optim_wrapper.ddp.ddp_found import Beside, holding, known_ddps
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lastwords.optim_wrapper.ddp.ddp_hooks import hidden_states
+from lastwords.optim_wrapper.ddp.ddp_order import hidden_states
 from tests import golden
 
 ERRORS: dict[int, torch.Tensor] = {}

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lastwords.optim_wrapper.capture import device_reader, source
-from lastwords.optim_wrapper.capture.device_reader import BUFFER_BYTES, DeviceReader
+from lastwords.optim_wrapper.capture import source
+from lastwords.optim_wrapper.capture.source import BUFFER_BYTES, DeviceReader
 from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.tensors.tensor_bytes import staged_bytes
 from lastwords.sharding.pieces import UnitTable
@@ -184,7 +184,7 @@ def test_what_the_writer_looks_at_beside_the_weights_waits_for_no_collective_eit
 
 def test_a_job_on_the_cpu_has_neither_streams_nor_pinned_memory() -> None:
     transposed = torch.randn(3, 2).t()
-    assert bytes(device_reader.reader_for([transposed])(transposed)) == bytes(staged_bytes(transposed))
+    assert bytes(source.reader_for([transposed])(transposed)) == bytes(staged_bytes(transposed))
 
 
 def test_the_writer_uses_the_reader_and_the_training_thread_does_not(

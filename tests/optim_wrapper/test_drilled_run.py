@@ -17,8 +17,7 @@ import lastwords
 from lastwords.checkpoint.storable import Place
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.drill_plan import DRILL
-from lastwords.optim_wrapper.trainer.drill_leaves import digest, without_paths
-from lastwords.optim_wrapper.trainer.drilled_run import _flip_bit, hear_passes, hear_updates
+from lastwords.optim_wrapper.trainer.drilled_run import _flip_bit, digest, hear_passes, hear_updates, without_paths
 
 
 def own(value: Any) -> list[Any]:

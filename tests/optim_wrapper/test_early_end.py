@@ -17,7 +17,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.loop.own_loop import refuse_begin_after_update, refuse_update_after_end
-from lastwords.optim_wrapper.resume.resume_point import begun_of
+from lastwords.optim_wrapper.resume.resume_choice import begun_of
 from lastwords.processor.black_box import BlackBox
 from lastwords.processor.box_layout import BoxReader
 from lastwords.processor.saver import Position

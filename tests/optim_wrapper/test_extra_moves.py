@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 from lastwords.optim_wrapper.state import extras as extras_module
 from lastwords.optim_wrapper.state.extras import Extras
-from lastwords.optim_wrapper.tensors.value_copies import advance
+from lastwords.optim_wrapper.tensors.tensor_tree import advance
 from lastwords.processor.recurrence import Forecast, Late, about_to_change
 from tests import golden
 from tests.ledgers import told

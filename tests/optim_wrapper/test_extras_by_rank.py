@@ -16,9 +16,9 @@ from lastwords.checkpoint.meta import StepDocument
 from lastwords.optim_wrapper.capture.buffers import ExtraBuffers
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
-from lastwords.optim_wrapper.state import extra_digests
+from lastwords.optim_wrapper.state import extras
 from lastwords.optim_wrapper.state.extras import Extras
-from lastwords.optim_wrapper.trainer.replica_check import ReplicaCheck
+from lastwords.optim_wrapper.trainer.agreed_layout import ReplicaCheck
 from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
 from lastwords.processor.box_layout import BoxReader
 from lastwords.sharding import verify
@@ -39,7 +39,7 @@ def write(box: BlackBox, capture: ExtraBuffers, step: int) -> None:
 
 
 def digests(**states: Any) -> dict[str, int]:
-    return extra_digests.digests(states, {})
+    return extras.digests(states, {})
 
 
 def check(monkeypatch: pytest.MonkeyPatch, mine: dict[str, int], other: dict[str, int]) -> list[str]:
@@ -47,11 +47,11 @@ def check(monkeypatch: pytest.MonkeyPatch, mine: dict[str, int], other: dict[str
 
     def all_gather(value: tuple[int, dict[str, Any]]) -> list[Any]:
         of_units = value[1]
-        digest = verify._digest(other) if not isinstance(of_units[extra_digests.UNIT], dict) else other
-        return [value, (1, {**of_units, extra_digests.UNIT: digest})]
+        digest = verify._digest(other) if not isinstance(of_units[extras.UNIT], dict) else other
+        return [value, (1, {**of_units, extras.UNIT: digest})]
 
     monkeypatch.setattr(
-        "lastwords.optim_wrapper.trainer.replica_check.exchange_digests",
+        "lastwords.optim_wrapper.trainer.agreed_layout.exchange_digests",
         lambda group, digests: verify.exchange(all_gather, 0, digests),
     )
     units: Any = type("Units", (), {"views": {}, "table": type("Table", (), {"units": {}})})
@@ -85,10 +85,10 @@ def test_a_digest_is_of_bits_and_types(one: Any, other: Any) -> None:
 
 def test_what_ranks_have_come_to_is_compared_by_whoever_resumes() -> None:
     slots = {rank: StepDocument(extras=(4, {"ema": "a", "count": str(rank // 2)})) for rank in range(4)}
-    (reason,) = extra_digests.differing(slots)
+    (reason,) = extras.differing(slots)
     assert reason.startswith("extras['count'] was not the same on all ranks after 4 steps of the saved run (0 and 2)")
     others = {0: StepDocument(extras=(4, {"ema": "a"})), 1: StepDocument(extras=(2, {"ema": "b"})), 2: StepDocument()}
-    assert extra_digests.differing(others) == []
+    assert extras.differing(others) == []
 
 
 def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(
@@ -103,7 +103,7 @@ def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(
     recorder.open(tmp_path / "box")
     recorder.begin(0, None)
     looked = []
-    for step in range(1, 2 * extra_digests.EVERY + 1):
+    for step in range(1, 2 * extras.EVERY + 1):
         mine["seen"] = step
         recorder.end_step(step, None)
         with BoxReader(tmp_path / "box") as box:
@@ -111,10 +111,10 @@ def test_the_black_box_has_digests_of_the_first_steps_and_of_some_later_ones(
         assert copy is not None
         at, found = copy.json["extras"]
         looked.append(at)
-        expected = extra_digests.digests({"mine": {"seen": at}}, {})
-        assert found == extra_digests.by_extra(expected, {"mine": {}})
+        expected = extras.digests({"mine": {"seen": at}}, {})
+        assert found == extras.by_extra(expected, {"mine": {}})
     assert looked[:9] == [1, 2, 2, 4, 4, 4, 4, 8, 8]
-    assert looked[-1] == 2 * extra_digests.EVERY
+    assert looked[-1] == 2 * extras.EVERY
 
 
 # ------------------------------------------------------------------ buffers of modules among them
@@ -139,17 +139,17 @@ def test_each_rank_gets_the_buffers_of_its_own_average_back(tmp_path: Path) -> N
 
 def test_they_are_not_compared_and_all_the_rest_of_the_average_is() -> None:
     ema = averaged()
-    extras = Extras({"ema": ema})
-    apart = {"ema": ExtraBuffers(extras).of("ema")}
-    before = extra_digests.digests(extras.first().states, apart)
+    held = Extras({"ema": ema})
+    apart = {"ema": ExtraBuffers(held).of("ema")}
+    before = extras.digests(held.first().states, apart)
     assert apart["ema"] == {f"module.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     with torch.no_grad():
         ema.module[1].running_mean.fill_(3.0)
-    assert extra_digests.digests(extras.first().states, apart) == before
-    assert extra_digests.digests(extras.first().states, {}) != extra_digests.digests(averaged_states(), {}), "control"
+    assert extras.digests(held.first().states, apart) == before
+    assert extras.digests(held.first().states, {}) != extras.digests(averaged_states(), {}), "control"
     with torch.no_grad():
         ema.module[0].bias.fill_(3.0)
-    assert extra_digests.digests(extras.first().states, apart) != before
+    assert extras.extras.digests(held.first().states, apart) != before
 
 
 def averaged_states() -> dict[str, Any]:
@@ -181,4 +181,4 @@ def test_a_buffer_that_gets_another_form_gets_room_for_it(tmp_path: Path) -> Non
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(extra_digests).failed == 0
+    assert doctest.testmod(extras).failed == 0

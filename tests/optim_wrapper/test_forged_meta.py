@@ -37,9 +37,9 @@ from lastwords.integrations.inference import load_for_inference
 from lastwords.integrations.transform import transform
 from lastwords.optim_wrapper.resume.reshard import Resharded, fits_as_it_is
 from lastwords.optim_wrapper.resume.resume import _reasons_of, _restore_units
-from lastwords.optim_wrapper.resume.resume_point import peek
+from lastwords.optim_wrapper.resume.resume_choice import peek
+from lastwords.optim_wrapper.resume.resume_elsewhere import places_of, survey
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
-from lastwords.optim_wrapper.resume.survey import places_of, survey
 from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.pieces import Members, UnitTable

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lastwords.checkpoint.meta import LoopFacts
-from lastwords.optim_wrapper.loop.global_samples import Carried, carry, dealing
-from lastwords.optim_wrapper.loop.loader_changes import Onward
+from lastwords.optim_wrapper.loop.loader_changes import Carried, Onward, carry, dealing
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from tests.ledgers import told
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lastwords.optim_wrapper.capture.device_reader import BUFFER_BYTES, DeviceReader
+from lastwords.optim_wrapper.capture.source import BUFFER_BYTES, DeviceReader
 from lastwords.optim_wrapper.device_fence import device_fence
 from lastwords.optim_wrapper.streams.rng_streams import DeviceStream, default_streams
 

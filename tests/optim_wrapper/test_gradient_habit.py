@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, ZEROED
-from lastwords.optim_wrapper.capture.gradient_habit import GradientHabit, Habit, Pass
+from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, ZEROED, GradientHabit, Habit, Pass
 from tests import golden
 from tests.optim_wrapper.test_state_watch import Job
 

@@ -16,7 +16,7 @@ from lastwords.checkpoint.meta import COMMITTED, NO_STATE, Habits, LocalMeta
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.launch.world import World, next_prefix
-from lastwords.optim_wrapper.resume.saved_habits import habits_for
+from lastwords.optim_wrapper.resume.resume import habits_for
 from lastwords.processor.recurrence import Forecast, Recurrence
 from lastwords.processor.saver import Position
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lastwords.checkpoint.meta import LoopFacts
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.capture import loop_habits
-from lastwords.optim_wrapper.capture.loop_habits import BackwardPasses, LoopHabits
+from lastwords.optim_wrapper.capture import recorder
 from lastwords.optim_wrapper.capture.rank_local import RngCapture
+from lastwords.optim_wrapper.capture.recorder import BackwardPasses, LoopHabits
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.own_loop import look_at_first_forward
@@ -104,7 +104,7 @@ def test_nothing_stays_on_the_model() -> None:
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(own_loop).failed == doctest.testmod(loop_habits).failed == 0
+    assert doctest.testmod(own_loop).failed == doctest.testmod(recorder).failed == 0
 
 
 class Loop:

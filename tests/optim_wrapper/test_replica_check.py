@@ -75,7 +75,7 @@ class Job:
             return {0: mine, 1: theirs}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lastwords.optim_wrapper.trainer.replica_check.exchange_digests", exchange)
+            patch.setattr("lastwords.optim_wrapper.trainer.agreed_layout.exchange_digests", exchange)
             compare()
         return told(self.recorder)
 

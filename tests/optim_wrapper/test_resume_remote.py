@@ -19,8 +19,7 @@ from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.resume import resume_choice
-from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, open_chosen, refuse_later_start
-from lastwords.optim_wrapper.resume.resume_point import peek
+from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, open_chosen, peek, refuse_later_start
 from tests import golden
 from tests.checkpoint.states import Job, content_of, content_written
 from tests.checkpoint.stores import file_store

@@ -13,7 +13,7 @@ from torch import nn
 
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
-from lastwords.optim_wrapper.state.optimizer_trees import shared_in
+from lastwords.optim_wrapper.state.own_state import shared_in
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -13,7 +13,7 @@ from lastwords.checkpoint.system import Os
 from lastwords.errors import ConfigError, StorageError
 from lastwords.optim_wrapper.launch import startup
 from lastwords.optim_wrapper.launch.config import Config
-from lastwords.optim_wrapper.launch.space import check_space, checkpoint_bytes
+from lastwords.optim_wrapper.launch.startup import check_space, checkpoint_bytes
 from tests import golden
 
 ROOTS = (Path("/ckpt"), Path("/fallback"))

@@ -20,7 +20,7 @@ from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError, NotAnOptimizerError
-from lastwords.optim_wrapper.ddp.ddp_private import find_ddp
+from lastwords.optim_wrapper.ddp.ddp_found import find_ddp
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.plain_values import PlainValues, copy_groups

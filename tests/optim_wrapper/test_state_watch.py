@@ -18,13 +18,12 @@ from torch import nn
 from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.errors import IncompleteError
-from lastwords.optim_wrapper.capture import boundary_copies
-from lastwords.optim_wrapper.capture.boundary_copies import BoundaryCopies
+from lastwords.optim_wrapper.capture import state_watch
 from lastwords.optim_wrapper.capture.box_tensors import version_of
 from lastwords.optim_wrapper.capture.buffers import NO_FORMS
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
-from lastwords.optim_wrapper.capture.state_watch import FULL_LOOKS
+from lastwords.optim_wrapper.capture.state_watch import FULL_LOOKS, BoundaryCopies
 from lastwords.optim_wrapper.capture.witness import ROUNDS, StateName
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume import resume
@@ -191,7 +190,7 @@ def test_small_parameters_are_each_rank_s_own_and_trained_ones_only_when_the_ste
 
 
 def test_large_ones_are_told_apart_by_what_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundary_copies, "BOX_EACH_BYTES_MAX", 8)
+    monkeypatch.setattr(state_watch, "BOX_EACH_BYTES_MAX", 8)
     marks = []
     for rank in (0, 0, 1):
         folder = tmp_path / str(len(marks))
@@ -205,7 +204,7 @@ def test_large_ones_are_told_apart_by_what_was_looked_at(tmp_path: Path, monkeyp
 
 
 def test_the_first_copy_is_told_once_with_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.capture.boundary_copies")
+    caplog.set_level(logging.INFO, "lastwords.optim_wrapper.capture.state_watch")
     job = Job(tmp_path, lambda net: count(net.frozen))
     job.run(5)
     [record] = [record for record in caplog.records if "copied at each step's end" in record.getMessage()]

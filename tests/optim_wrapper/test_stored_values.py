@@ -27,8 +27,7 @@ from lastwords.optim_wrapper.resume.resume import _ExtraTensors
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.extras import Extras, LeftOut, pack_inline, restore_inline
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_tree import put_together, take_apart
-from lastwords.optim_wrapper.tensors.value_copies import advance
+from lastwords.optim_wrapper.tensors.tensor_tree import advance, put_together, take_apart
 from lastwords.processor.recurrence import Late
 from tests import golden
 from tests.checkpoint.test_storable import KEYS, SCALARS, nested

@@ -12,8 +12,7 @@ from lastwords.checkpoint.boxes import Box, slices_for
 from lastwords.checkpoint.manifest import Manifest, read_published
 from lastwords.checkpoint.reshard.saved_state import join, units_of
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
-from lastwords.optim_wrapper.resume.resume_elsewhere import source_rank
-from lastwords.optim_wrapper.resume.survey import Places, survey
+from lastwords.optim_wrapper.resume.resume_elsewhere import Places, source_rank, survey
 from tests.checkpoint.elastic import QUICK, Unsynced, Whole, naive_holding, random_strategy, random_whole, save_naively
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.launch.switch import Switch, parse_switch, switch_from_env
+from lastwords.optim_wrapper.launch.config import Switch, parse_switch, switch_from_env
 from tests import golden
 
 

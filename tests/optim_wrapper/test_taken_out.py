@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lastwords.optim_wrapper.capture.taken_out import AMOUNT, StateCounts
+from lastwords.optim_wrapper.capture.state_watch import AMOUNT, StateCounts
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.processor.recurrence import Late, about_to_change

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from lastwords.sharding import differences
-from lastwords.sharding.differences import Difference, compare
+from lastwords.sharding import verify
+from lastwords.sharding.verify import Difference, compare
 from tests import golden
 
 NAMES = ("unit/u/model/a.weight", "unit/u/optim/a.weight/exp_avg", "unit/u/model/b.weight", "unit/u/buffer/mask")
@@ -143,6 +143,6 @@ def test_every_kind_of_tensor_has_its_word(tensor: str, words: str) -> None:
 
 
 def test_examples_in_docstrings_are_true() -> None:
-    found = doctest.testmod(differences)
+    found = doctest.testmod(verify)
     assert found.attempted
     assert not found.failed

@@ -17,7 +17,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.errors import ConfigError, GroupInfoError, StorageError, UnavailableError
-from lastwords.sharding import group_info, redundancy
+from lastwords.sharding import describe, group_info
 from lastwords.sharding.declare import units_from_mesh
 from lastwords.sharding.group_info import GroupInfo, read_group_info, value_is_shared, write_group_info
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -325,7 +325,7 @@ def test_the_group_info_of_another_group_is_refused(tmp_path: Path) -> None:
     assert find(str(files[1]), str(strategies[5])) == str(files[5]), "that of another rank of the group will do"
 
 
-@pytest.mark.parametrize("module", [group_info, redundancy])
+@pytest.mark.parametrize("module", [group_info, describe])
 def test_examples_in_docstrings_are_true(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted

@@ -12,8 +12,8 @@ import lastwords
 from lastwords.cli.main import build_parser
 from lastwords.optim_wrapper.trainer.job_shape import Options, announce
 from lastwords.sharding.declare import check_units
-from lastwords.sharding.differences import compare
 from lastwords.sharding.pieces import UnitTable
+from lastwords.sharding.verify import compare
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
 

@@ -79,7 +79,7 @@ def gradients_of_the_frozen_lost() -> None:
         return bool(whole(self, trained=unfrozen, **options))
 
     gradients.end_step = of_the_trained
-    importlib.import_module("lastwords.optim_wrapper.capture.gradient_habit").GradientHabit._kept_frozen = never
+    importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").GradientHabit._kept_frozen = never
 
 
 def gradients_put_beside() -> None:
@@ -99,7 +99,7 @@ def gradients_of_extras_lost() -> None:
 
 def zero_grad_believed() -> None:
     """A `zero_grad()` speaks for all later steps, and for whatever comes after it."""
-    habit = importlib.import_module("lastwords.optim_wrapper.capture.gradient_habit").GradientHabit
+    habit = importlib.import_module("lastwords.optim_wrapper.capture.carried_gradients").GradientHabit
     habit.next_ones = False
     habit._wavers = property(lambda self: False, lambda self, value: None)
 
