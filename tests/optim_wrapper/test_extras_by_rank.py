@@ -149,7 +149,7 @@ def test_they_are_not_compared_and_all_the_rest_of_the_average_is() -> None:
     assert extras.digests(held.first().states, {}) != extras.digests(averaged_states(), {}), "control"
     with torch.no_grad():
         ema.module[0].bias.fill_(3.0)
-    assert extras.extras.digests(held.first().states, apart) != before
+    assert extras.digests(held.first().states, apart) != before
 
 
 def averaged_states() -> dict[str, Any]:
