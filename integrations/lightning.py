@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
+    Timer,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -96,17 +97,17 @@ class _Loops:
 
 
 class _Callbacks:
-    """State of the callbacks that have any: an extra."""
+    """State of these callbacks, of those that have any: an extra."""
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer: Any = trainer
+    def __init__(self, callbacks: list[Any]) -> None:
+        self._callbacks = callbacks
 
     def state_dict(self) -> dict[str, Any]:
-        found = {one.state_key: one.state_dict() for one in self._trainer.callbacks if not isinstance(one, LastWords)}
+        found = {one.state_key: one.state_dict() for one in self._callbacks}
         return {key: state for key, state in found.items() if state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        for one in self._trainer.callbacks:
+        for one in self._callbacks:
             if one.state_key in saved:
                 state = saved[one.state_key]
                 one.load_state_dict(state)
@@ -114,6 +115,25 @@ class _Callbacks:
                 for name in state.keys() & vars(one).keys():  # ModelCheckpoint leaves its newest score out
                     if now.get(name) is None and state[name] is not None:
                         vars(one)[name] = state[name]
+
+
+class _Timers(_Callbacks):
+    """How long each (`max_time`) has been training on this rank when the newest batch came: a local extra."""
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        super().__init__(callbacks)
+        self.read()
+
+    def read(self) -> None:
+        """The time now. Between two calls the state stays as it is."""
+        self._newest = super().state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._newest
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self._newest = {**saved}
 
 
 class _Metrics:
@@ -181,7 +201,8 @@ class LastWords(pl.Callback):
         schedulers = {f"scheduler {place}": one.scheduler for place, one in enumerate(strategy.lr_scheduler_configs)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         held: list[Any] = [one for one in trainer.callbacks if one is not self]
-        self._loops = _Loops(trainer)
+        timers = [one for one in held if isinstance(one, Timer)]
+        self._loops, self._timers = _Loops(trainer), _Timers(timers)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         of_data = {} if data is None else {type(data).__name__: Shadow(data, _not_counted(data))}
         self._tft = protect(
@@ -192,12 +213,12 @@ class LastWords(pl.Callback):
             repeats=True,
             extras={
                 "loops": self._loops,
-                "callbacks": _Callbacks(trainer),
+                "callbacks": _Callbacks([one for one in held if one not in timers]),
                 **schedulers,
                 **holders.modules_in(held, strategy.model),
                 **({} if scaler is None else {"scaler": scaler}),
             },
-            local_extras={"metrics": _Metrics(trainer), "data": self._data},
+            local_extras={"metrics": _Metrics(trainer), "data": self._data, "timers": self._timers},
             variables={**of_data, **holders.objects_in(held, strategy.model)},
             forget=["model*.training", "model*._current_fx_name"],  # Lightning sets them in each step
         )
@@ -269,6 +290,9 @@ class LastWords(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
         self._loops.step_begins()
+        self._timers.read()
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # the loader may have more (limit_train_batches)
+            self._data.end_epoch()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._together = True

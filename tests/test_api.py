@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import inspect
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,23 @@ def test_each_name_is_loaded_from_where_type_checkers_see_it() -> None:
     assert seen == {
         name: lastwords._WHERE.get(name, "lastwords.errors") for name in lastwords.__all__ if name != "__version__"
     }
+
+
+def test_what_a_public_object_holds_is_public() -> None:
+    """Or a caller could not name the type of a field."""
+
+    def kinds(annotation: object) -> Iterator[type]:
+        parts = typing.get_args(annotation)
+        if inspect.isclass(annotation) and not parts:
+            yield annotation
+        for part in parts:
+            yield from kinds(part)
+
+    public = [kind for name in lastwords.__all__ if dataclasses.is_dataclass(kind := getattr(lastwords, name))]
+    held = {one for kind in public for hint in typing.get_type_hints(kind).values() for one in kinds(hint)}
+    ours = {one.__name__ for one in held if one.__module__.startswith("lastwords.")}
+    assert ours - set(lastwords.__all__) == set()
+    assert "Drilled" in ours
 
 
 def test_upstream_s_names_are_those_of_the_package() -> None:

@@ -112,7 +112,7 @@ class Steps:
         self._loader: Any = loader
         self._facts = loader_facts(loader)
         self._epochs = epochs
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self._events = events
         self._aside = aside
         self._resume = resume
@@ -170,7 +170,7 @@ class Steps:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in each epoch on this rank; must be the same on all ranks."""
-        return -(-self._facts.batches // self._accumulate)
+        return -(-self._facts.batches // self.accumulate)
 
     def end_early(self, named: tuple[int, int] | None = None) -> None:
         """The body says that its step is over before it comes back. named: what it calls it.
@@ -228,7 +228,7 @@ class Steps:
     def _one(
         self, epoch: int, iterator: Iterator[Any], batches_done: int, total: int, told: list[Any]
     ) -> Generator[tuple[int, int, Any]]:
-        accumulate, events, draws = self._accumulate, self._events, self._draws
+        accumulate, events, draws = self.accumulate, self._events, self._draws
         last = -(-total // accumulate)
         count, step = batches_done, self.step
         while True:
@@ -303,10 +303,10 @@ class Steps:
         loader, facts = self._loader, self._facts
         if here is None:
             return open_epoch(loader, facts, late=late), 0
-        batches = min(here.step * self._accumulate, facts.batches)
+        batches = min(here.step * self.accumulate, facts.batches)
         iterator = None
         if self._carried is not None:
-            batches, iterator = here.step * self._accumulate, self._carried.open(loader)
+            batches, iterator = here.step * self.accumulate, self._carried.open(loader)
         elif self._placed:
             iterator = iter(loader)
         elif self._data == "skip":

@@ -261,18 +261,22 @@ class UnitView:
             if (is_dtensor(parameter) and fsdp2) or (is_shard(parameter) and not is_dtensor(parameter))
         }
         self._lasting |= taken_out_by_ddp(self.model, self.trained)
+        self.model = with_those_beside(self.model, self.refuse_strangers(), self.trained)
+        self._first_forms = self._forms()
+        self._known: _Known | None = None
+        self._starting = True
+        self.names()
+        self._starting = False
+
+    def refuse_strangers(self) -> set[int]:
+        """ConfigError if the optimizer has none of the model's parameters (any more). Returns the ids of all."""
         in_model = {id(parameter) for parameter in (*self.model.parameters(), *self._lasting.values())}
         if not any(id(parameter) in in_model for parameter in self.trained):
             raise ConfigError(
                 f"model ({type(self.model).__name__}) and optimizer ({optimizer_kind(self.optimizer)}) share no "
                 f"parameters; pass the model from whose parameters() the optimizer was made{zero.told_of_deepspeed()}"
             )
-        self.model = with_those_beside(self.model, in_model, self.trained)
-        self._first_forms = self._forms()
-        self._known: _Known | None = None
-        self._starting = True
-        self.names()
-        self._starting = False
+        return in_model
 
     @property
     def trained(self) -> list[torch.Tensor]:

@@ -191,6 +191,7 @@ class AgreedLayout:
         But not those that the forward pass of an embedding with max_norm has scaled.
         bar: called before MismatchError is raised where this rank's own copy has diverged: it must not be saved.
         """
+        self._recorder.view.refuse_strangers()  # what came after protect() may have put other parameters into it
         watch = self._recorder.watch
         own = watch.copies.own()
         watch.see()

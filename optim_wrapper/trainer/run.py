@@ -37,6 +37,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.box_layout import RegionCopy
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies
+from lastwords.sharding import zero
 from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import NO_SCHEDULE
 
@@ -55,6 +56,12 @@ OTHER_DATA = (
     "generator that is seeded before"
 )
 
+
+COUNTS_ITSELF = (
+    "a step has ended without the update of its batches, so what accumulates them counts by itself, and that count "
+    "begins anew where a run goes on: update where tft.ends_step is True, with steps(loader, epochs, accumulate=...) "
+    "(DeepSpeed: call engine.set_gradient_accumulation_boundary(tft.ends_step) before each forward pass)"
+)
 
 OF_A_STRANGER = "saved by --auto, which does not know where the loop stood in its data, nor what it kept in variables"
 
@@ -389,6 +396,9 @@ class ProtectedRun(Run):
         if self.steps is None:
             self.recorder.ends_early = self._says_begin
         number = self._step.end_step(position)
+        counted = self.steps is not None and self.steps.accumulate > 1
+        if (counted or zero.told_of_deepspeed()) and self.recorder.gradients.carried:
+            self.not_exact(COUNTS_ITSELF)
         if self._on_first_end is not None:
             self._on_first_end.updated()
             self._on_first_end = None

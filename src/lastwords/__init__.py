@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lastwords.checkpoint.drill_record import Covered, Drilled
     from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
     from lastwords.checkpoint.reshard.strategy import merge_pipeline_strategys, rank_list_for_transform
     from lastwords.errors import (
@@ -58,6 +59,8 @@ __all__ = [
     "CheckpointError",
     "CommandFailedError",
     "ConfigError",
+    "Covered",
+    "Drilled",
     "FormatError",
     "GateFailedError",
     "GroupInfoError",
@@ -108,6 +111,8 @@ _WHERE = {
     "ModelCheckpoint": "lastwords.optim_wrapper.trainer.checkpoint_config",
     "TFTRegister": "lastwords.optim_wrapper.trainer.register",
     "protect": "lastwords.optim_wrapper.trainer.protect",
+    "Covered": "lastwords.checkpoint.drill_record",
+    "Drilled": "lastwords.checkpoint.drill_record",
     "ResumePoint": "lastwords.optim_wrapper.resume.resume_choice",
     "peek": "lastwords.optim_wrapper.resume.resume_choice",
     "Part": "lastwords.sharding.parts",

@@ -29,6 +29,13 @@ def config() -> dict[str, Any]:
     return found
 
 
+def protected(model: nn.Module, optimizer: Any, scheduler: Any) -> Any:
+    import lastwords
+
+    extras = {} if BROKEN else {"scheduler": scheduler}
+    return lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer, in_place=True, extras=extras)
+
+
 def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its compiler takes minutes; nothing here uses it
     deepspeed.init_distributed("gloo")
@@ -36,22 +43,14 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
     optimizer: Any = torch.optim.AdamW(net.parameters(), 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    step, tft = 0, protected(net, optimizer, scheduler) if "early" in CASE else None
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config())
     drawn = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(RANKS * (STEPS * ACCUMULATE - ("odd" in CASE)) * BATCH, 10, generator=drawn))
     loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, drop_last=True))
     torch.manual_seed(11 + RANK)
-    step, tft = 0, None
-    if PROTECTED:
-        import lastwords
-
-        tft = lastwords.protect(
-            DIRECTORY / "ckpt",
-            model=engine.module,
-            optimizer=engine.optimizer if "engine's" in CASE else optimizer,
-            in_place=True,
-            extras={} if BROKEN else {"scheduler": scheduler},
-        )
+    if PROTECTED and tft is None:
+        tft = protected(engine.module, engine.optimizer if "engine's" in CASE else optimizer, scheduler)
     with tft or contextlib.nullcontext():
         if tft is not None:
             point = tft.resume(missing_ok=True)
@@ -61,7 +60,8 @@ def main() -> None:
             batches: Any = tft.steps(loader, EPOCHS, ACCUMULATE) if tft is not None else enumerate(loader, 1)
             for *_, count, batch in batches:
                 last = tft.ends_step if tft is not None else count % ACCUMULATE == 0 or count == len(loader)
-                engine.set_gradient_accumulation_boundary(last)
+                if "by itself" not in CASE:
+                    engine.set_gradient_accumulation_boundary(last)
                 loss = engine(batch[0]).square().mean()
                 die(step + 1, "fwd")
                 engine.backward(loss)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.optim_wrapper.trainer.run import COUNTS_ITSELF
 from tests.frameworks import test_frameworks
 from tests.frameworks.test_frameworks import NOT_EXACT, check_equal, run, started, whole
 
@@ -55,7 +56,12 @@ def test_without_its_scheduler_it_differs(whole: Callable[[str, str], Path], tmp
         check_equal(tmp_path, undisturbed, files=("final",))
 
 
-@pytest.mark.parametrize("case", ["zero 1", "zero 2 engine's", "zero 3", "bf16"])
+def test_an_engine_that_counts_batches_by_itself_is_told(tmp_path: Path) -> None:
+    """The last step of an epoch has fewer: its engine goes on with their gradients in the next epoch."""
+    assert COUNTS_ITSELF in run(tmp_path, "deepspeed", "odd by itself", "1:6:fwd", PROTECTED="1")
+
+
+@pytest.mark.parametrize("case", ["zero 1", "zero 1 early", "zero 2 engine's", "zero 3", "bf16"])
 def test_flat_copies_are_refused_by_name(case: str, tmp_path: Path) -> None:
     done = started(tmp_path, "deepspeed", case, PROTECTED="1")
     assert done.returncode == 1

@@ -55,6 +55,7 @@ CASES = {
         "schedules csv": ("1:4:fwd", "0:14:fwd", "1:17:win"),
         "leaves epochs draws": ("1:2:fwd", "0:4:fwd", "1:6:evaluating", "0:8:win"),
         "stream": ("1:4:fwd", "0:11:win"),
+        "overfits timed": ("1:2:fwd", "0:2:evaluating", "0:2:epoch", "1:4:fwd", "0:4:evaluating"),
     },
 }
 

@@ -487,6 +487,17 @@ def test_an_optimizer_that_has_none_of_the_models_parameters_may_be_deepspeeds(m
         OptTFTWrapper(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+def test_an_optimizer_that_has_lost_the_models_parameters_since_the_start_is_refused() -> None:
+    """As by DeepSpeed's ZeRO, after protect()."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    view = UnitView(model, optimizer)
+    view.refuse_strangers()
+    optimizer.param_groups[0]["params"] = [torch.cat([one.detach().flatten() for one in model.parameters()])]
+    with golden.raises(ConfigError):
+        view.refuse_strangers()
+
+
 def test_a_model_that_is_no_module_and_an_optimizer_that_is_none_are_refused() -> None:
     model = nn.Linear(2, 2)
     with golden.raises(ConfigError):
