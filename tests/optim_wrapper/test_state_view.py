@@ -494,7 +494,7 @@ def test_an_optimizer_that_has_lost_the_models_parameters_since_the_start_is_ref
     view = UnitView(model, optimizer)
     view.refuse_strangers()
     optimizer.param_groups[0]["params"] = [torch.cat([one.detach().flatten() for one in model.parameters()])]
-    with pytest.raises(ConfigError, match="share no parameters"):
+    with golden.raises(ConfigError):
         view.refuse_strangers()
 
 
