@@ -108,7 +108,11 @@ class Batches:
         return (self._resumed or self._at).ended
 
     def end_epoch(self) -> None:
-        """Nothing is left of the epoch under way: the next iterator is a new one."""
+        """Nothing is left of the epoch under way: the next iterator is a new one.
+
+        For a loop that leaves an epoch before the loader's end, as soon as it has the last batch that it takes: what a
+        dead rank leaves of a step is as of that step's backward pass.
+        """
         self._at = self._at._replace(ended=True)
         if self._resumed is not None:
             self._resumed = self._resumed._replace(ended=True)

@@ -1,7 +1,4 @@
-"""A script with Ray Train's TorchTrainer: a worker is killed, Ray starts all of them again, and no bit differs.
-
-Ray is not part of `make ci-frameworks`, for its size: `pip install 'ray[train]'` beside it.
-"""
+"""A script with Ray Train's TorchTrainer: a worker is killed, Ray starts all of them again, and no bit differs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: pip install 'ray[train]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: make ci-frameworks"),
 ]
 
 WAIT_S = 600.0

@@ -142,6 +142,27 @@ def test_a_loader_goes_on_with_the_batch_that_was_next(loader: str, at: int, loo
     assert reasons == []
 
 
+@pytest.mark.parametrize("says", [True, False])
+def test_after_an_epoch_that_the_loop_leaves_early_comes_the_next_one_if_it_says_so(says: bool) -> None:
+    torch.manual_seed(1)
+    batches = Batches(shuffled())
+    batches.join(Loop)
+    for number, _ in enumerate(batches, start=1):
+        if number == 4:
+            if says:
+                batches.end_epoch()
+            break
+    saved, at = batches.state_dict(), streams()
+    following = [*batches]
+    torch.manual_seed(9)
+    again, loop = Batches(shuffled()), Loop()
+    again.load_state_dict(saved)
+    again.join(lambda: loop)
+    put(at)
+    assert ([*again] == following) is says
+    assert loop.reasons == []
+
+
 def test_without_the_streams_of_its_fetch_the_batch_in_hand_is_another_one() -> None:
     whole, kept, _ = train(shuffled, True, at=4)
 
