@@ -68,7 +68,7 @@ watch._thread.join(1.0)
 end_shortage()
 assert followed.wait(30), "not followed"
 watch.stop()
-os.kill(successor.state_file.owner(path).pid, signal.SIGKILL)
+os.kill(successor.handover.owner(path).pid, signal.SIGKILL)
 """
 
 START = """

@@ -414,7 +414,7 @@ class Stack:
         threading, threads, queue, time = (kind(self.scheduler) for kind in (Threading, Threads, Queue, Time))
         with contextlib.ExitStack() as stack:
             if self.following is not None:
-                stack.enter_context(mock.patch.object(successor_module, "state_file", self.following.state_file()))
+                stack.enter_context(mock.patch.object(successor_module, "handover", self.following.state_file()))
                 stack.enter_context(mock.patch.object(successor_module, "start_successor", self.following.start))
                 stack.enter_context(mock.patch.object(successor_module, "threading", threading))
                 stack.enter_context(mock.patch.object(successor_module, "threads", threads))
