@@ -164,7 +164,10 @@ def test_a_rank_that_does_not_end_once_the_scheduler_has_given_up_is_killed_in_t
     monkeypatch.setattr(module, "mono_s", lambda: now_s[0])
     runs(one)
     gives_up(one)
-    for _ in range(int(END_S) + 1):  # of a pause without a tick only a second counts
+    now_s[0] += 2 * END_S  # it was stopped, and its rank maybe as well
+    one._tick()
+    assert one._host.orders == [End(1)]
+    for _ in range(int(END_S) + 1):
         now_s[0] += 1.0
         one._tick()
     assert one._host.orders == [End(1), Kill(1, NOT_ENDED)]
