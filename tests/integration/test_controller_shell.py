@@ -26,6 +26,7 @@ from lastwords.checkpoint.load import latest, open_checkpoint
 from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
 from lastwords.controller import events, handover
+from lastwords.controller.__main__ import _pipe
 from lastwords.controller.events import State
 from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import ControllerHandle, start_controller
@@ -631,6 +632,23 @@ def test_a_controller_starts_without_torch(job: Job) -> None:
     maps = Path(f"/proc/{handle.pid}/maps").read_text()
     assert "torch" not in maps
     assert took_s < 30.0, "budget: 1 s on an idle machine"
+
+
+def test_a_controller_that_comes_when_nobody_waits_for_it_any_more_ends(job: Job, tmp_path: Path) -> None:
+    """A fork may be made after its starter has given it up, whose pipe is closed then, or another file."""
+    read, told = os.pipe()
+    name = f"{os.fstat(told).st_ino}:/proc/{os.getpid()}/fd/{told}"
+    other, written = os.pipe()
+    file = os.open(tmp_path / "a file", os.O_WRONLY | os.O_CREAT)
+    os.close(_pipe(name))
+    for one in (file, written):
+        os.dup2(one, told)
+        assert _pipe(name) == -1
+    for one in (read, told, other, written, file):
+        os.close(one)
+    assert _pipe(name) == -1
+    command = [sys.executable, "-m", "lastwords.controller", job.spec.to_json(), name]
+    assert subprocess.run(command, timeout=WAIT_S, check=False).returncode == 1
 
 
 def test_a_controller_is_in_a_session_of_its_own_and_holds_nothing_of_its_starter(job: Job) -> None:
