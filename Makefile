@@ -2,7 +2,7 @@
 #
 #   make demo      train, kill -9 one worker, resume, compare bit for bit, draw the picture
 #   make demo-parallel LAYOUT=tp    the same with a transformer in a parallel layout: tp, hsdp, fsdp, pp, zero1, moe, ddp, fsdp-tp, pp-tp
-#   make demo-heal      kill -9 two workers in turn; only they are replaced, and training goes on in seconds
+#   make demo-heal      kill -9 two workers in turn under lastwords run; all ranks start again, and training goes on in a second
 #   make demo-recover   kill -9 a worker, the scheduler, both and all of a dynamic cluster, and start them again
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
 #   make test      the usual tests, some cases of each long table: nine minutes on two idle cores

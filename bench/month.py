@@ -87,7 +87,7 @@ SMALL = (
     Strategy("last words, restart", 9.60),
     Strategy("periodic", 8.00, 0.264),
 )
-"""Measured: docs/benchmarks.md, and for healing and for writing 512 MiB docs/benchmarks.md."""
+"""Measured: docs/benchmarks.md."""
 
 LARGE = (
     Strategy("last words, healing", 30.0),

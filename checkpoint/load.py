@@ -341,7 +341,7 @@ class Checkpoint:
     that a rank opens what it reads. Data are checked chunk by chunk while they are read. Methods may be called from any
     thread. What is missing or damaged raises IncompleteError, FormatError or StorageError whenever it is found.
 
-    Nobody prunes it until `close`, or the end of a `with` block, or of this object (`reader_lock`).
+    Nobody prunes it until `close`, or the end of a `with` block, or of this object (`lock_file.ReaderLock`).
     """
 
     def __init__(self, path: Path, manifest: Manifest, os: Os, held: ReaderLock) -> None:

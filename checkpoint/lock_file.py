@@ -125,7 +125,7 @@ def alone(path: Path, target: Path, os: Os = REAL_OS) -> Iterator[None]:
 #
 # The lock is on the file, not beside it: it needs no right to write, nobody has to tidy it up, and it stays on the
 # file when the directory is renamed. It ends with the process. Where the file system has no locks, or keeps them to
-# one host, a reader is told of a removal by ReplacedError (`reading`), and its checksums keep it from wrong bytes.
+# one host, a reader is told of a removal by ReplacedError (`load`), and its checksums keep it from wrong bytes.
 
 _TRIES = 100
 _PAUSE_S = 0.05

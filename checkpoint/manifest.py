@@ -355,7 +355,7 @@ def read_manifest(directory: Path, os: Os = REAL_OS) -> Manifest:
 def read_published(directory: Path, os: Os = REAL_OS) -> Manifest:
     """As `read_manifest`, for readers: FormatError too for `meta` and `facts` of forms that nobody could use.
 
-    Of a large checkpoint, `meta` is checked when its part is read (`part_tables`).
+    Of a large checkpoint, `meta` is checked when its part is read (`part.Heads`).
     """
     manifest = read_manifest(directory, os)
     problem = facts_problem(manifest.facts)

@@ -46,7 +46,7 @@ START_FORMAT: Final = 1
 """The record of a start (`starts`)."""
 
 UPLOADED_FORMAT: Final = 1
-"""What of a directory has been uploaded (`remote.record`)."""
+"""What of a directory has been uploaded (`remote.uploader.Record`)."""
 
 ABOUT_VERSION: Final = 1
 """What `convert --to dcp` adds to a directory of torch.distributed.checkpoint."""
@@ -55,7 +55,7 @@ IDENTITY_FORMAT: Final = 1
 """What a transformation says of its source and destination (`facts.moved`)."""
 
 Tree = dict[str, Any]
-"""A value in which tensors are named: see `state_trees`."""
+"""A value in which tensors are named: see `entries.node_of`."""
 
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Holders = Annotated[Sequence[Rank], Meta(min_length=1)]
@@ -482,7 +482,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """How a loader deals out its samples (see `global_samples`).
+    """How a loader deals out its samples (see `loader_changes.dealing`).
 
     replicas: 0 where that is not known, which is `{}` in the file. shuffle, seed: the sampler's; only compared.
     """

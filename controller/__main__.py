@@ -4,7 +4,7 @@ Arguments: a `ControllerSpec` as JSON, and the number or the path of a pipe that
 controller serves or why it does not (none: nobody is told). The job's token comes in LASTWORDS_TOKEN, never as an
 argument.
 
-In place of the settings the path of a state file (`state_file`): the controller that wrote it was killed, and this one
+In place of the settings the path of a state file (`handover`): the controller that wrote it was killed, and this one
 follows. --by-hand as a third argument: however often that has happened.
 """
 

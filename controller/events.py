@@ -55,7 +55,7 @@ class ControllerOptions:
     straggler_notice_s: of being slower than its peers until a rank is named.
     newest_timeout_s: where nothing can be saved, until it is known what there is to go on from instead.
     preemption_grace_s: from the first signal to stop until the processes are taken away, 0: nobody says when. Other
-    deadlines are cut to it, see `preemption`.
+    deadlines are cut to it, see `context.in_a_hurry`.
     has_fallback_target: there is a second directory (target 1).
     """
 

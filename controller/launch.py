@@ -74,7 +74,7 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
     """Start the controller of a job; returns once it listens, and every rank may connect. Port 0: any free one.
 
     Waits for a controller of the incident before, on the same address (see `handover`) or in the same directory
-    (`predecessors`). Raises ConfigError (address impossible or in use, bad argument), StorageError (no log file),
+    (`await_publications`). Raises ConfigError (address impossible or in use, bad argument), StorageError (no log file),
     UnavailableError (it does not come up: the message ends with the last lines of its log).
     """
     spec.check()
@@ -88,7 +88,7 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
 def start_successor(path: Path, *, by_hand: bool = False) -> ControllerHandle:
     """Start a controller in the place of one that was killed and has left its state in `path`; returns once it serves.
 
-    Raises as `state_file.read`, BusyError if there is a controller, ConfigError where it should not be started, and
+    Raises as `handover.read`, BusyError if there is a controller, ConfigError where it should not be started, and
     UnavailableError if it does not come up.
     """
     return _start(handover.read(path).spec, str(path), "", READY_TIMEOUT_S, *(["--by-hand"] if by_hand else []))

@@ -526,7 +526,7 @@ def behind(members: Mapping[int, Member]) -> list[int]:
 #
 # Peers are ranks that hold the same units: replicas of the whole model, or of the same stage or shard of it. Stages of
 # a pipeline are no peers, since one may well have more to do than another. What is compared is the work of a step,
-# which each rank measures until it meets the others (`processor.step_work`); whoever is slow makes all others wait
+# which each rank measures until it meets the others (`processor.agent.StepWork`); whoever is slow makes all others wait
 # there, so the time between two ends of a step says nothing.
 
 LOOKS = 3

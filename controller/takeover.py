@@ -135,7 +135,7 @@ def follow(
     """Take the place of the controller whose state is in `path`; its process has ended on return.
 
     Raises BusyError if it serves, or another one is about to follow; ConfigError if it was started too often just now
-    (by_hand: that is ignored); UnavailableError if it cannot be ended; and as `state_file.read`.
+    (by_hand: that is ignored); UnavailableError if it cannot be ended; and as `handover.read`.
     """
     kept = handover.read(path)
     recent = [begun for begun in kept.owner.begun_mono_s if clock.mono_s() - begun < STARTS_WITHIN_S]

@@ -5,7 +5,7 @@ that was killed leaves it, and whoever is next in the row of ranks starts anothe
 turn, which comes if those before them are dead or stopped. Two that do it at once do no harm (`controller.takeover`).
 
 A controller that lives and shows no sign of life (stopped, hanging) is ended by the one that follows it, if it does not
-answer that either. How long it may be silent is decided by `processor.silence`.
+answer that either. How long it may be silent is decided by `processor.ring.Silence`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 START_TURN_S = 2.0
 """After the controller's death a rank waits so long for each living rank before it: a process needs 0.3 s to become a
-controller. A controller that lives is asked first, which takes longer: `processor.silence.ASK_TURN_S`."""
+controller. A controller that lives is asked first, which takes longer: `processor.ring.ASK_TURN_S`."""
 
 POLL_INTERVAL_S = 0.05
 

@@ -61,7 +61,7 @@ def gradients_used_up() -> None:
     """Gradients that an update has used are taken to be of no use to the next one."""
     capture = "lastwords.optim_wrapper.capture."
     importlib.import_module(f"{capture}carried_gradients").CarriedGradients._update_ended = never
-    importlib.import_module(f"{capture}gradient_habit").GradientHabit.in_doubt = never
+    importlib.import_module(f"{capture}carried_gradients").GradientHabit.in_doubt = never
 
 
 def gradients_of_no_optimizer_lost() -> None:
@@ -175,7 +175,7 @@ def lists_unseen() -> None:
 
 def begins_unasked() -> None:
     """Nobody asks whether all ranks had begun the next step, and what had changed by then."""
-    for module in ("resume", "resume_point"):
+    for module in ("resume", "resume_choice"):
         importlib.import_module(f"lastwords.optim_wrapper.resume.{module}").begun_of = lambda manifest: (True, "")
     importlib.import_module("lastwords.optim_wrapper.capture.recorder").StepRecorder._moved_between = nothing
 

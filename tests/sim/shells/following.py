@@ -50,7 +50,7 @@ def behind_a_silent_controller(seed: int, kind: str = "stop_controller") -> Stac
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """`state_file.Owner`, of a simulated process."""
+    """`handover.Owner`, of a simulated process."""
 
     pid: int
     process: Process
