@@ -331,7 +331,7 @@ def _check_every_tensor_is_named(meta: UnitMeta, names: Names, prefix: str) -> N
             raise _wrong("meta.optimizer_state", f"does not name the tensor {name!r}, which is there")
 
 
-# ---------------------------------------------------------------------- trees of values (see `state_trees`)
+# ---------------------------------------------------------------------- trees of values
 
 
 def _check_table(tree: Any, names: Names, path: str) -> None:

@@ -187,7 +187,7 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     """Newest complete checkpoint in `root` (of `job`, if given); None if there is none.
 
     Newer ones that are damaged are skipped with a warning, never those that could not be read: see `newest`, and
-    `newest_first` for what newest means. Of a large checkpoint no more is looked at than `glance` does.
+    `newest_first` for what newest means. Of a large checkpoint no more is looked at than `manifest.glanced` does.
     """
     return newest([root], None if job is None else (job,), os)
 
@@ -200,9 +200,9 @@ def newest(
     every_file: bool = False,
     passed_over: Collection[Path] = (),
 ) -> Path | None:
-    """As `latest`, in several directories at once, of any of `jobs`, none of `passed_over`. every_file: see `glance`.
+    """As `latest`, in several directories at once, of any of `jobs`, none of `passed_over`. every_file: see `glanced`.
 
-    What a file system does not let it read may be the newest. It is asked again for some seconds (retry.PAUSES_S); then
+    What a file system does not let it read may be the newest. It is asked again (system.PAUSES_S); then
     StorageError names it: to take an older one would throw work away.
     """
     return patiently(lambda: _newest(roots, jobs, os, every_file, passed_over), os)
@@ -241,9 +241,9 @@ def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, eve
 
 
 def look(path: Path, os: Os, every_file: bool = False) -> tuple[Found, Claimed | None]:
-    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `glance` looks at.
+    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `manifest.glanced` looks at.
 
-    every_file: see `glance`.
+    every_file: see `manifest.glanced`.
     """
     try:
         claimed = glance(path, os, every_file=every_file)

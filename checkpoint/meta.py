@@ -220,7 +220,7 @@ EMPTY_UNIT = UnitMeta(
 
 @dataclass(frozen=True, slots=True)
 class StepDocument:
-    """What a rank's black box says of a step beside its regions (`step_document`).
+    """What a rank's black box says of a step beside its regions (made by `recorder`).
 
     epoch, step: what its loop calls the step; None if it has not said. after: the name of the step before; () if the
     loop gives no names, None if it was not recorded. ends_epoch: None if not known. begun: whether the copy is as of

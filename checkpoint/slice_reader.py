@@ -348,7 +348,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Memory for `box` of a tensor, in C order, and the slices that fill it (of `reshard_plan.slices_for`)."""
+    """Memory for `box` of a tensor, in C order, and the slices that fill it (of `boxes.slices_for`)."""
 
     box: Box
     memory: Buffer
