@@ -517,7 +517,7 @@ class Agent:
         core = self._core
         if self._phase_word is not None:
             self._phase_word.set_stand(core.phase, core.step)
-        while core.has_effects:
+        while core.effects:
             for effect in core.take_effects():
                 self._carry_out(effect)
 

@@ -16,9 +16,9 @@ API::
     training thread: begin_loop, mark_ready, try_update, mark_updated, mark_torn, mark_corrupt, mark_skipped,
                      mark_gate_failed, try_end_step, mark_copying, mark_copied, mark_not_copied, mark_left, mark_raised
     any thread:      mark_signalled, mark_peer_died, want_save
-    shell:           handle(event, now_s), take_effects(), has_effects, deadline_s
-    queries:         stand, phase, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open, welcomed, asks,
-                     needs_controller, released, leaving
+    shell:           handle(event, now_s), take_effects(), effects, deadline_s
+    queries:         stand, phase, ended_step, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open,
+                     welcomed, asks, needs_controller, released, leaving
 
 The calls of the training thread cost well under 2 µs and take no time argument: where one of them starts a timer,
 `deadline_s` is at once due, and the next `handle` (a Tick will do) starts it. `begin_loop` sets the step from which
@@ -172,9 +172,13 @@ class RankState:
         self.rank = rank
         self.generation = generation
         self.options = options or ProcessorOptions()
-        self._phase = _COMPUTING
-        self._ended_step = start_step
+        self.phase = _COMPUTING
+        """That of the stand. Read by the shell in every step, and written here alone; so is `ended_step`."""
+        self.ended_step = start_step
+        """Newest global step that this rank has ended."""
         self._outbox = Outbox()
+        self.effects = self._outbox.effects
+        """What `take_effects` would return; to be looked at."""
         self._part = Participation(rank, generation, self._outbox)
         self._snapshots = Snapshots(rank, generation, self._outbox)
         self._said = Correspondence(self._part, self._outbox, self.options)
@@ -190,29 +194,19 @@ class RankState:
     # ------------------------------------------------------------------ queries
 
     @property
-    def phase(self) -> Phase:
-        """That of the stand."""
-        return self._phase
-
-    @property
     def step(self) -> int:
         """That of the stand: the one that was ended last, or the one under way."""
-        return self._ended_step if self._phase in ENDED_PHASES else self._ended_step + 1
+        return self.ended_step if self.phase in ENDED_PHASES else self.ended_step + 1
 
     @property
     def stand(self) -> Stand:
         """Exactly where this rank stands."""
-        return Stand(self._phase, self.step)
+        return Stand(self.phase, self.step)
 
     @property
     def settled_stand(self) -> Stand:
         """What the controller is told: the stand, or that of the copy which this rank has gone back to."""
-        return Stand(_COMPUTING, self._ended_step) if self._retreated else self.stand
-
-    @property
-    def ended_step(self) -> int:
-        """Newest global step that this rank has ended."""
-        return self._ended_step
+        return Stand(_COMPUTING, self.ended_step) if self._retreated else self.stand
 
     @property
     def frozen(self) -> bool:
@@ -232,8 +226,10 @@ class RankState:
     @property
     def copy_due(self) -> Save | None:
         """The periodic checkpoint for which the state has to be copied now, before anything of it moves on."""
-        order = self._snapshots.due(self._ended_step)
-        if order is None or self._phase not in ENDED_PHASES or self._part.incident or self._leaving:
+        if self._snapshots.waiting is None:
+            return None
+        order = self._snapshots.due(self.ended_step)
+        if order is None or self.phase not in ENDED_PHASES or self._part.incident or self._leaving:
             return None
         return order
 
@@ -244,14 +240,14 @@ class RankState:
         A rank that has settled in UPDATED stays there: its committed rank-local state must not move any more,
         because another process may be reading it.
         """
-        if self._leaving or self._released or _END_ROW[self._phase] is None:
+        if self._leaving or self._released or _END_ROW[self.phase] is None:
             return False
-        return not self._part.incident or (self._phase is _UPDATED and self._part.settled is None)
+        return not self._part.incident or (self.phase is _UPDATED and self._part.settled is None)
 
     @property
     def may_proceed(self) -> bool:
         """True if `try_update` would answer True although this rank is frozen."""
-        return self._phase is _READY and not self._leaving and self._part.proceed_step == self._ended_step + 1
+        return self.phase is _READY and not self._leaving and self._part.proceed_step == self.ended_step + 1
 
     @property
     def loop_open(self) -> bool:
@@ -263,7 +259,7 @@ class RankState:
         """True if every step of the loop that `begin_loop` announced has ended: what comes now is the user's alone."""
         loop = self._said.loop
         last = 0 if loop is None else loop.steps_per_epoch * loop.epochs
-        return 0 < last <= self._ended_step and self._phase in ENDED_PHASES
+        return 0 < last <= self.ended_step and self.phase in ENDED_PHASES
 
     @property
     def asked_to_stop(self) -> bool:
@@ -308,11 +304,6 @@ class ProcessorCore(RankState):
 
     # ------------------------------------------------------------------ effects
 
-    @property
-    def has_effects(self) -> bool:
-        """True if `take_effects` would return something."""
-        return bool(self._outbox.effects)
-
     def take_effects(self) -> list[Effect]:
         """All effects since the last call, in order."""
         return self._outbox.take()
@@ -322,7 +313,7 @@ class ProcessorCore(RankState):
     def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int, schedule: Schedule = NO_SCHEDULE) -> None:
         """The loop is about to start, `start_step` steps being done; wait for `loop_open`."""
         self._move("begin_loop")
-        self._ended_step = start_step
+        self.ended_step = start_step
         if self._said.wanted is not None:
             self._said.wanted = SaveWanted(self.rank, self.generation, start_step)
         self._said.loop = LoopBegin(self.rank, self.generation, steps_per_epoch, epochs, start_step, schedule)
@@ -332,31 +323,31 @@ class ProcessorCore(RankState):
 
     def mark_ready(self) -> None:
         """The gradients of the step under way are final."""
-        phase = _READY_ROW[self._phase]
+        phase = _READY_ROW[self.phase]
         if phase is None:
             raise misuse(self.rank, self.stand, "mark_ready")
-        self._phase = phase
+        self.phase = phase
         if self._part.incident:
             self._after_move()
 
     def try_update(self) -> bool:
         """May the optimizer write now? False: park, and call again after Wake."""
-        if self._phase is not _READY:
+        if self.phase is not _READY:
             raise misuse(self.rank, self.stand, "try_update")
         if self._leaving:
             return False
         if self._part.incident or self._said.raised is not None:  # raised: its gate has failed
-            if self._part.proceed_step != self._ended_step + 1:
+            if self._part.proceed_step != self.ended_step + 1:
                 return False
             self._part.enter_update()
-        self._phase = _UPDATING
+        self.phase = _UPDATING
         return True
 
     def mark_updated(self) -> None:
         """The optimizer has written everything."""
-        if self._phase is not _UPDATING:
+        if self.phase is not _UPDATING:
             raise misuse(self.rank, self.stand, "mark_updated")
-        self._phase = _UPDATED
+        self.phase = _UPDATED
         if self._part.incident:
             self._after_move()
 
@@ -391,17 +382,18 @@ class ProcessorCore(RankState):
 
         False: park, and call again after Wake. True while frozen: the step is ended, and the next call parks.
         """
-        if _END_ROW[self._phase] is None:
+        if _END_ROW[self.phase] is None:
             raise misuse(self.rank, self.stand, "try_end_step")
         if (self._part.incident or self._leaving) and not self.may_end_step:
-            self._phase = PARKED[self._phase, "try_end_step"]
+            self.phase = PARKED[self.phase, "try_end_step"]
             self._after_move()
             return False
-        self._phase = _COMPUTING
-        self._ended_step += 1
+        self.phase = _COMPUTING
+        self.ended_step += 1
         if self._part.incident:
             self._after_move()
-        self._snapshots.on_step_ended(self._ended_step)
+        if self._snapshots.waiting is not None:
+            self._snapshots.on_step_ended(self.ended_step)
         return True
 
     def mark_copying(self) -> bool:
@@ -422,25 +414,25 @@ class ProcessorCore(RankState):
 
     def want_save(self) -> None:
         """A checkpoint of the next step's end is wanted; owed until the state for one is copied."""
-        self._said.wanted = SaveWanted(self.rank, self.generation, self._ended_step)
+        self._said.wanted = SaveWanted(self.rank, self.generation, self.ended_step)
         self._outbox.send(self._said.wanted)
 
     def _answer_wish(self, order: Save) -> None:
         """An order of a later step than that in which one was wanted; an order alone may be of a step far ahead."""
         wanted = self._said.wanted
-        if wanted is not None and (order.step > wanted.after_step or self._phase is Phase.DONE):
+        if wanted is not None and (order.step > wanted.after_step or self.phase is Phase.DONE):
             self._said.on_copied()
 
     def mark_left(self) -> None:
         """The loop is over on this rank; wait for `released` (or for the end of an incident)."""
         self._move("mark_left")
-        if self._phase is _TORN:
+        if self.phase is _TORN:
             self.mark_raised("the loop was left although an update had failed half-way", secondary=False)
             return
         if self._said.left is None:
             self._said.left = Left(self.rank, self.generation, self.stand)
             self._outbox.send(self._said.left)
-            self._snapshots.on_left(self._ended_step)
+            self._snapshots.on_left(self.ended_step)
         self._after_move()
 
     def mark_raised(self, text: str, secondary: bool) -> None:
@@ -468,25 +460,25 @@ class ProcessorCore(RankState):
         self._outbox.send(report)
 
     def _move(self, method: str) -> None:
-        phase = _ROWS[method][self._phase]
+        phase = _ROWS[method][self.phase]
         if phase is None:
             raise misuse(self.rank, self.stand, method)
-        self._phase = phase
+        self.phase = phase
 
     def _after_move(self) -> None:
         """If frozen, say where this rank stands now, unless its weights may still change or its step may still end."""
         if not self._part.incident or self._leaving or self._grace_wanted():
             return
-        if self._phase is _TORN and self._has_copy:
+        if self.phase is _TORN and self._has_copy:
             self._retreated = True
-        if self._phase is not _UPDATING or self._retreated:
+        if self.phase is not _UPDATING or self._retreated:
             self._part.settle(self.settled_stand)
 
     def _grace_wanted(self) -> bool:
         """True while a frozen rank in UPDATED may still reach its step's end; after an exception it will not."""
         return bool(
             self._part.incident
-            and self._phase is _UPDATED
+            and self.phase is _UPDATED
             and self._part.settled is None
             and self._said.raised is None
             and not self._leaving
@@ -497,7 +489,7 @@ class ProcessorCore(RankState):
         return bool(
             self._has_copy
             and self._part.incident
-            and self._phase is _UPDATING
+            and self.phase is _UPDATING
             and not self._retreated
             and not self._leaving
         )
@@ -556,9 +548,9 @@ class ProcessorCore(RankState):
                 if not self._part.incident:
                     if self._snapshots.is_new(order):
                         self._said.copied = None
-                    self._snapshots.on_save(order, self._ended_step, may_copy=self._phase in ENDED_PHASES)
+                    self._snapshots.on_save(order, self.ended_step, may_copy=self.phase in ENDED_PHASES)
                     if self._said.left is not None:
-                        self._snapshots.on_left(self._ended_step)
+                        self._snapshots.on_left(self.ended_step)
                         wakes = self.copy_due is not None
             case Save():
                 self._part.on_save(order, self.settled_stand)

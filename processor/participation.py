@@ -234,13 +234,14 @@ class Snapshots:
         self._generation = generation
         self._outbox = outbox
         self._attempt = 0
-        self._waiting: Save | None = None  # for its step
+        self.waiting: Save | None = None
+        """Ordered, and its step has not been copied."""
         self._writing: Save | None = None
         self._said: SaveProgress | Saved | SaveFailed | None = None
 
     def due(self, ended_step: int) -> Save | None:
         """What is to be copied now, `ended_step` being over and the next update still to come."""
-        order = self._waiting
+        order = self.waiting
         return order if order is not None and order.step == ended_step else None
 
     def is_new(self, order: Save) -> bool:
@@ -257,7 +258,7 @@ class Snapshots:
         self.cancel()
         self._attempt = order.attempt
         if order.step > ended_step or (order.step == ended_step and may_copy):
-            self._waiting = order
+            self.waiting = order
             self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0))
         else:
             self._refuse(order, f"rank {self._rank} has ended step {ended_step} already", missed=True)
@@ -273,28 +274,28 @@ class Snapshots:
 
     def copied(self, order: Save) -> None:
         """The state is copied: write it, if it is still wanted."""
-        if self._waiting == order:
-            self._waiting, self._writing = None, order
+        if self.waiting == order:
+            self.waiting, self._writing = None, order
             self._outbox.emit(StartSave(order))
 
     def not_copied(self, order: Save, reason: str) -> None:
         """The state could not be copied."""
-        if self._waiting == order:
-            self._waiting = None
+        if self.waiting == order:
+            self.waiting = None
             self._refuse(order, reason)
 
     def on_left(self, ended_step: int) -> None:
         """The loop is over after this step, which can still be copied: no other one comes."""
-        order = self._waiting
+        order = self.waiting
         if order is not None and order.step > ended_step:
-            self._waiting = None
+            self.waiting = None
             self._refuse(order, f"rank {self._rank} has left the training loop", missed=True)
 
     def on_step_ended(self, ended_step: int) -> None:
         """A step is over; one whose state was not copied in time is not copied any more."""
-        order = self._waiting
+        order = self.waiting
         if order is not None and order.step < ended_step:
-            self._waiting = None
+            self.waiting = None
             self._refuse(order, f"rank {self._rank} has trained on past step {order.step}", missed=True)
 
     def on_progressed(self, attempt: int, bytes_written: int, syncing: bool) -> None:
@@ -321,7 +322,7 @@ class Snapshots:
         """Nothing that has been ordered is wanted any more."""
         if self._writing is not None:
             self._outbox.emit(CancelSave(self._writing.incident, self._writing.attempt))
-        self._waiting = self._writing = self._said = None
+        self.waiting = self._writing = self._said = None
 
     def _of(self, attempt: int) -> Save | None:
         order = self._writing
@@ -358,7 +359,8 @@ class Outbox:
 
     def take(self) -> list[Effect]:
         """All effects since the last call, in order."""
-        effects, self.effects = self.effects, []
+        effects = [*self.effects]
+        self.effects.clear()
         return effects
 
 

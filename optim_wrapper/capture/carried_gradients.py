@@ -427,13 +427,14 @@ class CarriedGradients:
 
         look: whether to see which parameters without an optimizer have one, and which are frozen.
         """
-        self._carry({})
+        if self._live.carried:
+            self._carry({})
         self._apart = {}
         self._updated = updated
         self.backward.under_way = False
         if look or ((self._strays_by_name or self._in_modules) and self._count != self._counted()):
             self._look()
-        extras = self._of_extras()
+        extras = self._of_extras() if self._with_leaves else self._in_modules
         plain = updated and not self._strays_by_name and not extras and self._alone is not None
         if plain and self._alone is not None and self._alone.dropped_as_before():
             return

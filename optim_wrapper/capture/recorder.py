@@ -561,7 +561,7 @@ class StepRecorder:
             if self.source is not None:
                 self.source.follow_files()
         self.attributes.end_step()
-        if look or self._ended_here <= self._first_looks or ends_epoch:
+        if look or ends_epoch or self._looks_first:
             self.attributes.look(beyond=look)
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
@@ -575,9 +575,9 @@ class StepRecorder:
                 self._units.check()
 
     @property
-    def _first_looks(self) -> int:
-        """Steps at whose ends all attributes are looked at."""
-        return 0 if self.attributes.is_slow else attributes.LOOKS
+    def _looks_first(self) -> bool:
+        """Whether the step that ended last is one of the first ones, at whose ends all attributes are looked at."""
+        return self._ended_here <= attributes.LOOKS and not self.attributes.is_slow
 
     def look_again(self, *, expected: bool = False) -> bool:
         """The loop, which ended its step early (`ends_early`), is done with what came after: take the copies once more.
@@ -592,7 +592,7 @@ class StepRecorder:
         if self.source is not None:
             moved += self.source.look_again(self.watch.values.groups(), self._extras_now)
         self.attributes.follow()
-        if of_rank or self._ended_here <= self._first_looks:  # an evaluation, say, which has moved more than that
+        if of_rank or self._looks_first:  # an evaluation, say, which has moved more than that
             self.attributes.look()
         moved += self.gradients.again()
         self._make_room()
@@ -627,22 +627,26 @@ class StepRecorder:
 
     def _see_what_moves(self, *, look: bool) -> dict[str, int]:
         """At a step's end, before it is copied: what has to be copied of it, and what has moved since the update."""
-        updated = self.watch.was_updated
+        updated = self.watch.updating
         moved = self.watch.end_step(look=look)
         self.tensors.look()
         if look:
             self.buffers.look()
         self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
-        self._make_room()
+        if self.tensors.needs_room:
+            self._make_room()
         return moved
 
     def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
-        named_before = position is not None and position == self._position
-        ended = self._document if named_before else self._document_of(position)
+        ahead, names_steps = self._needs_epoch_start, self.names_steps
+        if position is not None and position == self._position:
+            ended = self._document
+        else:
+            ended = begin(position, self.named, names_steps, ahead=ahead, ends_epoch=ends_epoch)
         self._step, self._position = step, None
         self.named = position or self.named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
-        self._document = b"" if self._needs_epoch_start else self._document_of(None)
+        self._document = b"" if ahead else begin(None, self.named, names_steps, ahead=ahead)
         self.watch.take(step)
         self._of_all = self._said_of_all()
         if self._box is not None:
@@ -705,7 +709,7 @@ class StepRecorder:
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""
-        if self.source is not None and not self.source.finish_copy():
+        if self.source is not None and self.source.copies and not self.source.finish_copy():
             self.watch.see()
 
     def _say_reasons(self) -> None:

@@ -201,6 +201,8 @@ class TrainerSource:
         self._facts = facts
         self._buckets = buckets
         self._copy = copy
+        self.copies = copy is not None
+        """Whether `finish_copy` has anything to do."""
         self._every = every
         self._copied_at: dict[int, tuple[Position | None, Late]] = {}
         self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
@@ -228,7 +230,8 @@ class TrainerSource:
         if self._snapshot is not None and self._snapshot.step < snapshot.step:
             self._before = self._snapshot
         self._snapshot = snapshot
-        self._begin_copy(snapshot)
+        if self.copies:
+            self._begin_copy(snapshot)
 
     def _begin_copy(self, snapshot: Snapshot) -> None:
         self._copied = snapshot

@@ -58,10 +58,10 @@ AMOUNT = "the amount of optimizer state"
 class StateCounts:
     """How much state the optimizers have at the moments of a step: a microsecond for each 50 parameters.
 
-    optimizers: those that have a state of their own, also while it changes. Training thread, except `is_out`.
+    optimizers: those that have a state of their own; may change. Training thread, except `is_out`.
     """
 
-    def __init__(self, optimizers: Callable[[], Collection[Optimizer]]) -> None:
+    def __init__(self, optimizers: Collection[Optimizer]) -> None:
         self._optimizers = optimizers
         self._updated: int | None = None
         self._out = False
@@ -72,7 +72,7 @@ class StateCounts:
     def now(self) -> int:
         """Number of entries of all parameters together."""
         entries = 0
-        for one in self._optimizers():
+        for one in self._optimizers:
             try:
                 entries += sum(map(len, one.state.values()))
             except TypeError:  # there are values without a length
@@ -382,7 +382,8 @@ class StateWatch:
         self._newest: tuple[Mark, int | None] | None = None
         self._looks_closely = True
         """Whether this is one of the steps in which it is looked at before the update."""
-        self._updating = False
+        self.updating = False
+        """Whether the step under way has come to its update."""
         self._digests: dict[StateName, bytes] = {}
         self._parameters: list[torch.Tensor] = []
         by_hand = lambda was, now: groups_differ(was, now, view.optimizer.param_groups, self.schedulers)  # noqa: E731
@@ -396,7 +397,7 @@ class StateWatch:
         """Values after the update. Those that have never changed so are taken in some steps only."""
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
-        self._counts = StateCounts(lambda: self._optimizers)
+        self._counts = StateCounts(self._optimizers)
         self._entries = -1
         self._steps = 0
         self._ended_step = -1
@@ -415,9 +416,9 @@ class StateWatch:
 
     def begin_update(self) -> None:
         """The gradients are final. The first call of a step counts."""
-        if self._updating or self._ended is None:
+        if self.updating or self._ended is None:
             return
-        self._updating = True
+        self.updating = True
         self._counts.begin_update()
         # Most of what moves does so from the start; what begins to later is named for a few steps before it is copied.
         if self._looks_closely or self._digests:
@@ -425,7 +426,7 @@ class StateWatch:
 
     def see(self) -> None:
         """What has moved since the last step's end, and before an update, is copied from now on."""
-        if self._ended is not None and not self._updating:
+        if self._ended is not None and not self.updating:
             self._note([*dict.fromkeys([*self._moved(self._ended), *self._moved_there()])])
 
     def _moved_there(self) -> list[StateName]:
@@ -445,16 +446,10 @@ class StateWatch:
             self._counts.end_update()
         self._updated = self._witness.mark(step=self._ended_step + 1)
         closely, late = self._looks_closely, self._late
-        self._taken = {
-            name: take()
-            for name, (take, _) in self._others.items()
-            if closely or name is _HYPERPARAMETERS or name in late
-        }
-
-    @property
-    def was_updated(self) -> bool:
-        """Whether the step under way has come to its update."""
-        return self._updating
+        self._taken = {}
+        for name, (take, _) in self._others.items():
+            if closely or name is _HYPERPARAMETERS or name in late:
+                self._taken[name] = take()
 
     @property
     def update_is_over(self) -> bool:
@@ -477,7 +472,7 @@ class StateWatch:
                     moved[name] = 1
         else:
             self.see()
-        self._updated, self._updating = None, False
+        self._updated, self.updating = None, False
         entries = self._counts.now()
         if self._counts.end_step(entries):
             moved[AMOUNT] = 1
@@ -488,7 +483,8 @@ class StateWatch:
     def _written(self, since: Mark, until: Mark) -> dict[str, int]:
         """Tensors that were written in between, and how often."""
         witness = self._witness
-        return {_called(name): witness.writes(name, since, until) for name in witness.moved(since, until)}
+        moved = witness.moved(since, until)
+        return {_called(name): witness.writes(name, since, until) for name in moved} if moved else {}
 
     def trained(self) -> dict[str, torch.Tensor]:
         """The parameters that an optimizer has, by name."""
@@ -525,7 +521,7 @@ class StateWatch:
 
     def look(self) -> None:
         """See which tensors there are now."""
-        self._optimizers = [*with_state(self._view.optimizer).values()]
+        self._optimizers[:] = with_state(self._view.optimizer).values()
         self._entries = self._counts.now()
         self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.look()
@@ -603,12 +599,12 @@ class StateWatch:
         kinds = {"all": self.copies.unboxed, "own": self.copies.late}
         return {kind: Marks(some(names), *self._sums(kind, names)) for kind, names in kinds.items() if names}
 
-    def state_marks(self) -> Marks:
-        """Shows, beside other ranks' same, whether optimizer state and trained parameters are alike.
+    def state_marks(self) -> tuple[str, int | None, int | None]:
+        """`Marks`: show, beside other ranks' same, whether optimizer state and trained parameters are alike.
 
         what: what else has to be the same if they are.
         """
-        return Marks(self._state_kind, *self._state)
+        return (self._state_kind, *self._state)
 
     def _sums(self, kind: str, names: list[StateName]) -> tuple[int, int]:
         """Of the last step's end, and of the one before."""

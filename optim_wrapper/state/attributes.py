@@ -275,7 +275,7 @@ class Attributes:
 
     def ended(self) -> None:
         """The document of a step's end has been taken."""
-        self._at_ends = [self._at_ends[1], self.moved]
+        self._at_ends = [self._at_ends[1], self.moved if self._moved else set()]
         self._looked = [False, self._looked[0]]
 
     def moved_first(self, *, ended: bool) -> set[str]:
@@ -324,11 +324,9 @@ class Attributes:
         """Members of a step's document: what moves, and the generators, with a comma first; empty if nothing does."""
         if look:
             self.look()
-        return self._values() + self.generators.document()
+        return (self._values() if self._moved else b"") + self.generators.document()
 
     def _values(self) -> bytes:
-        if not self._moved:
-            return b""
         said: dict[str, dict[str, Any]] = {}
         with self._guarded():
             cells = self._walk.part(self._way).cells

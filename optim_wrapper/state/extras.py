@@ -373,6 +373,8 @@ class Extras:
 
         loaders: those of loaders as well, which may have given the next step's batch by now.
         """
+        if not self._objects:
+            return before, []
         moved = {one.name: one.now for one in self._all_taken(before)
                  if one.differs and (loaders or not _is_loader(one.target))}  # fmt: skip
         return (replace(before, states={**before.states, **moved}), [*moved]) if moved else (before, [])

@@ -120,7 +120,10 @@ class PlainValues:
     def groups(self) -> list[dict[str, Any]]:
         """Copies of all groups as they are now, not to be changed; the same list where nothing can have moved."""
         groups = self._optimizer.param_groups
-        if not self._fixed or len(groups) != len(self._seen) or not all(map(_is_as_seen, groups, self._seen)):
+        same = self._fixed and len(groups) == len(self._seen)
+        for group, (keys, values) in zip(groups, self._seen, strict=False):
+            same = same and [*group] == keys and all(map(is_, group.values(), values))
+        if not same:
             self._seen = [([*group], [*group.values()]) for group in groups]
             self._copies = copy_groups(self._optimizer)
             self._fixed = all(is_fixed(one) for copy in self._copies for one in copy.values() if type(one) not in ATOMS)
@@ -218,10 +221,6 @@ def copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: one if type(one) in ATOMS else copied(one) for key, one in group.items() if key != "params"}
         for group in groups
     ]
-
-
-def _is_as_seen(group: Mapping[str, Any], seen: tuple[list[str], list[Any]]) -> bool:
-    return [*group] == seen[0] and all(map(is_, group.values(), seen[1]))
 
 
 def groups_differ(

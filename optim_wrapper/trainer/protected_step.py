@@ -109,7 +109,8 @@ class ProtectedStep:
 
     def end_step(self, position: Position | None) -> int:
         """The loop ends its step, with an update or without. Returns the number of the step. May park."""
-        self._end_several()
+        if self._several is not None:
+            self._end_several(self._several)
         self._agent.copy_if_due()  # a step without an update
         if self._gate is not None and self._agent.phase is Phase.COMPUTING:
             self._pass(self._gate, self._agent.skip_update)
@@ -125,22 +126,21 @@ class ProtectedStep:
 
     def end_if_updated(self) -> None:
         """The loop is over; its last step may be one whose end has not been told."""
-        if self._agent.phase is Phase.UPDATING:
-            self._end_several()
+        if self._agent.phase is Phase.UPDATING and self._several is not None:
+            self._end_several(self._several)
         if self._agent.phase in (Phase.UPDATED, Phase.SKIPPED):
             self.end_step(self._recorder.position_under_way)
         self._agent.copy_if_due()
 
     # ------------------------------------------------------------------ inside
 
-    def _end_several(self) -> None:
+    def _end_several(self, several: SeveralOptimizers) -> None:
         """Of several optimizers, one that has not stepped comes no more."""
-        if self._several is not None:
-            stepped = self._several.end_step()
-            self._recorder.gradients.in_turns(
-                [one for number, one in enumerate(self._inner) if number in stepped],
-                [one for number, one in enumerate(self._inner) if number not in stepped],
-            )
+        stepped = several.end_step()
+        self._recorder.gradients.in_turns(
+            [one for number, one in enumerate(self._inner) if number in stepped],
+            [one for number, one in enumerate(self._inner) if number not in stepped],
+        )
 
     def _pass(self, gate: Gate, mark: Callable[[], None]) -> None:
         """Through the gate, after `mark` has said with what.

@@ -409,7 +409,8 @@ class TFTRegister:
         if run.steps is not None:
             self._recorder.ends_early = True
             return run.steps.end_early(position)
-        run.ensure_begun()
+        if not run.begun:
+            run.ensure_begun()
         self._recorder.names_steps = position is not None
         if position is not None:
             run.look_at_name(position)

@@ -14,9 +14,8 @@ def thread_s() -> float:
     return time.thread_time()
 
 
-def mono_s() -> float:
-    """Monotonic seconds (CLOCK_MONOTONIC, the same axis for all processes of a host since boot)."""
-    return time.monotonic()
+mono_s: Clock = time.monotonic
+"""Monotonic seconds (CLOCK_MONOTONIC, the same axis for all processes of a host since boot)."""
 
 
 class OwnTime:

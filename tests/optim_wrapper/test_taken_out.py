@@ -97,7 +97,7 @@ def test_state_that_is_out_when_the_step_ends_is_named_until_it_is_known_not_to_
 def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     parameter = optimizer.param_groups[0]["params"][0]
-    recorded, late = StateCounts(lambda: [optimizer]), Late()
+    recorded, late = StateCounts([optimizer]), Late()
     told = []
     for step in range(1, 9):
         recorded.begin_update()
@@ -167,7 +167,7 @@ def test_state_that_is_out_at_a_step_s_end_for_the_first_time_is_missed_without_
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
-    counts = StateCounts(lambda: [optimizer])
+    counts = StateCounts([optimizer])
     counts.end_step(counts.now())
     assert counts.reasons() == []
     counts.begin_update()

@@ -242,10 +242,6 @@ class InternedProcessor:
     def copy_due(self) -> Any:
         return self.table.answers[self.state][8]
 
-    @property
-    def has_effects(self) -> bool:
-        return bool(self.effects)
-
     def take_effects(self) -> tuple[Any, ...]:
         effects, self.effects = self.effects, ()
         return effects

@@ -101,7 +101,7 @@ def _mark_ready_and_check(self: Any) -> None:
 def _update_as_checked_before(self: Any) -> bool:
     if getattr(self, "checked", False):
         self.checked = False
-        self._phase = Phase.UPDATING
+        self.phase = Phase.UPDATING
         return True
     return _shipped_try_update(self)
 
@@ -113,12 +113,12 @@ def _settle_whatever_happens(self: Any) -> None:
 
 def _give_the_gradients_up(self: Any, text: str) -> None:
     _shipped_mark_gate_failed(self, text)
-    if self._phase is Phase.READY:
-        self._phase = Phase.COMPUTING
+    if self.phase is Phase.READY:
+        self.phase = Phase.COMPUTING
 
 
 def _update_if_still_ready(self: Any) -> bool:
-    return self._phase is Phase.READY and _shipped_try_update(self)
+    return self.phase is Phase.READY and _shipped_try_update(self)
 
 
 def _give_up_at_once(self: Any, words: str) -> None:

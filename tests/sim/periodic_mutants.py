@@ -38,8 +38,8 @@ def _never_missed(self: Any, ended_step: int) -> None:
 
 
 def _due_after_the_update(self: RankState) -> Any:
-    order = self._snapshots.due(self._ended_step)
-    return order if self._phase is Phase.UPDATED and not self._part.incident and not self._leaving else None
+    order = self._snapshots.due(self.ended_step)
+    return order if self.phase is Phase.UPDATED and not self._part.incident and not self._leaving else None
 
 
 def _cancel_silently(self: Any) -> None:

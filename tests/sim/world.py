@@ -551,7 +551,7 @@ class World:
     def drain(self, trainer: Trainer) -> None:
         """Carry out what a rank's core wants done."""
         core = trainer.core
-        while core.has_effects:
+        while core.effects:
             for effect in core.take_effects():
                 kind = type(effect)
                 if kind is to_processor.SendReport:
