@@ -50,7 +50,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.meta import EMPTY_UNIT
 from lastwords.checkpoint.part import UnitState, write_part
-from lastwords.checkpoint.publish import Incident, publish
+from lastwords.checkpoint.publish import IncidentFacts, publish
 from lastwords.checkpoint.reshard.strategy import strategy_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.integrations.dcp import LastWordsReader
@@ -112,7 +112,7 @@ def cut_checkpoint(root: Path, state: dict[str, Any], ranks: int, how: str, step
             tensors.append((spec, np.ascontiguousarray(array[place]).view(np.uint8).reshape(-1)))
         units = {f"rank-{rank}": UnitState(tensors, replace(EMPTY_UNIT, holders=[rank]))}
         write_part(directory, rank, 1, step, step, units, {}, {}, job="bench")
-    return publish(root, directory, Incident("bench", 1, 1, 1, step, ranks, tuple(range(ranks)), "benchmark"))
+    return publish(root, directory, IncidentFacts("bench", 1, 1, 1, step, ranks, tuple(range(ranks)), "benchmark"))
 
 
 def bytes_per_byte(path: Path, state: dict[str, Any], ranks: int, how: str, *, checked: bool) -> float:
@@ -218,7 +218,7 @@ def save_both(root: Path, sizes: Shapes, axis: int) -> Callable[[int], None]:
         if rank == 0:
             assert UNIT_REPLICATED in table.units
             everybody = tuple(range(dist.get_world_size()))
-            publish(root, directory, Incident("bench", 1, 1, 1, 1, len(everybody), everybody, "benchmark"))
+            publish(root, directory, IncidentFacts("bench", 1, 1, 1, 1, len(everybody), everybody, "benchmark"))
 
     return body
 

@@ -20,7 +20,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FULL = {
     "step_overhead": [],
-    "step_cost_rng": [],
     "step_cost_witness": [],
     "memory": [],
     "detection": ["--resident-gb", "0.1", "2", "8", "--repetitions", "30"],
@@ -35,7 +34,6 @@ FULL = {
 }
 QUICK = {
     "step_overhead": ["--steps", "300", "--rounds", "3"],
-    "step_cost_rng": ["--steps", "300"],
     "step_cost_witness": ["--steps", "100"],
     "memory": ["--repeat", "1"],
     "detection": ["--resident-gb", "0.1", "2", "--repetitions", "5"],

@@ -111,7 +111,7 @@ class Ways:
         write_part(tmp, 0, 1, self.step, self.step, {"replicated": UnitState(self.specs)}, {}, {}, job="bench")
         problems = publish.verify_parts(tmp, [0], ["replicated"], [], self.step)
         assert not problems, problems
-        publish.publish(self.root, tmp, publish.Incident("bench", 1, 1, 1, self.step, 1, (0,), "benchmark"))
+        publish.publish(self.root, tmp, publish.IncidentFacts("bench", 1, 1, 1, self.step, 1, (0,), "benchmark"))
         return time.perf_counter() - start
 
     def save_torch(self) -> float:

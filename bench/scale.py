@@ -34,7 +34,7 @@ from lastwords.checkpoint import layout, load, publish
 from lastwords.checkpoint.entries import FileEntry, UnitEntry
 from lastwords.checkpoint.format import TensorSpec, encode_header
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
-from lastwords.checkpoint.part import LocalState, Part, UnitState, write_part
+from lastwords.checkpoint.part import LocalState, RankPart, UnitState, write_part
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import (
     Died,
@@ -45,11 +45,11 @@ from lastwords.controller.events import (
     Send,
     StartPublish,
     StartVerify,
-    Tick,
     Verified,
 )
-from lastwords.controller.handover import ControllerSpec, Owner, StateFile
-from lastwords.launcher.events import Begun, Effect, Ended, Left, Ready, Updated
+from lastwords.controller.handover import ControllerSpec, StateFile, StateOwner
+from lastwords.core_events import Tick
+from lastwords.launcher.events import Begun, Effect, Ended, Leaving, Ready, Updated
 from lastwords.launcher.events import Event as LauncherEvent
 from lastwords.launcher.head import Head
 from lastwords.launcher.link import Lines
@@ -257,7 +257,7 @@ def encode_one_rank(tensors: int) -> tuple[Cost, Cost]:
     file = FileEntry(str(layout.PartPath(0, 1, 1)), len(header), len(header), "0" * 16, ("0" * 16,))
     unit = UnitEntry(0, file.path, tuple(specs), {})
     with cost() as of_part:
-        Part(0, 1, 1, 1, JOB, file, {unit_name(0): unit}, {}, {}).encode()
+        RankPart(0, 1, 1, 1, JOB, file, {unit_name(0): unit}, {}, {}).encode()
     return of_header, of_part
 
 
@@ -299,14 +299,14 @@ def measure(ranks: int, tensors: int, root: Path) -> dict[str, Cost]:
     written = write_copies(directory, ranks, tensors)
     print(f"parts: {written / 1e6:.0f} MB of {ranks} ranks, made in {time.perf_counter() - begun_s:.0f} s", flush=True)
     with cost() as costs["verified"]:
-        heads: dict[int, publish.Seen] = {}
+        heads: dict[int, publish.SeenPart] = {}
         problems = publish.verify_parts(
             directory, order.writers, order.units, order.local_ranks, 1, job=JOB, heads=heads
         )
     assert not problems, problems[:3]
     asked = core.verified()
     writers = tuple(part.rank for part in asked.parts)
-    incident = publish.Incident(JOB, 1, 1, 1, 1, ranks, writers, asked.reason, asked.cause_ranks)
+    incident = publish.IncidentFacts(JOB, 1, 1, 1, 1, ranks, writers, asked.reason, asked.cause_ranks)
     with cost() as costs["published: manifest, rename"]:
         path = publish.publish(root, directory, incident, heads=heads)
     core.orders.clear()
@@ -345,7 +345,7 @@ def mass_death(ranks: int, dead: int, directory: Path, copies: int = 1) -> tuple
     core, alive = Core(ranks, copies), ranks - dead
     core.train()
     spec = ControllerSpec(JOB, 1, ranks, "127.0.0.1", 1, directory)
-    kept = StateFile(directory / "controller.json", Owner(1, 1), spec, "token")
+    kept = StateFile(directory / "controller.json", StateOwner(1, 1), spec, "token")
     found = [0, 0]
 
     def tell(event: Event) -> None:
@@ -439,7 +439,7 @@ def recover(ranks: int) -> None:
     print(f"\nthe launcher of the first host, {ranks} ranks:")
     hear("all can be started, and are", (Ready(rank) for rank in every))
     hear("all loops have begun", (Begun(rank) for rank in every))
-    ends = (each for rank in rest for each in (Left(rank, 7), Ended(rank, 75)))
+    ends = (each for rank in rest for each in (Leaving(rank, 7), Ended(rank, 75)))
     hear("one dies, the others leave, all are started", [Ended(0, -9), *ends])
     hear("all train again", (each for rank in every for each in (Begun(rank), Updated(rank))))
     assert head.core.entry == 1

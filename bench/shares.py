@@ -105,10 +105,10 @@ class Ranks:
         for orders in self._orders[:writers]:
             orders.recv()
         tmp, ranks = layout.tmp_dir(self._root, step, "bench", 1, 1, 1), tuple(range(writers))
-        heads: dict[int, publish.Seen] = {}
+        heads: dict[int, publish.SeenPart] = {}
         problems = publish.verify_parts(tmp, ranks, [*map(str, shares)], [], step, heads=heads)
         assert not problems, problems
-        incident = publish.Incident("bench", 1, 1, 1, step, len(self._orders), ranks, "benchmark")
+        incident = publish.IncidentFacts("bench", 1, 1, 1, step, len(self._orders), ranks, "benchmark")
         published = publish.publish(self._root, tmp, incident, heads=heads)
         elapsed_s = time.perf_counter() - start_s
         shutil.rmtree(published)

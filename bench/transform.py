@@ -38,7 +38,7 @@ from lastwords.checkpoint.boxes import whole
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, ExtrasMeta, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
-from lastwords.checkpoint.publish import Incident, publish
+from lastwords.checkpoint.publish import IncidentFacts, publish
 from lastwords.checkpoint.reshard.rank_transform import transform_checkpoint_by_rank
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, save_strategy_file
 from lastwords.integrations.transform import transform
@@ -98,7 +98,7 @@ def written(root: Path, sizes: Shapes, ranks: int, how: str) -> Path:
         if rank == 0 and ranks > 1:
             units[UNIT_REPLICATED] = UnitState([], meta_of({}, UNIT_REPLICATED, list(range(ranks))))
         write_part(directory, rank, 1, 1, 1, units, {}, {}, job="bench")
-    return publish(root, directory, Incident("bench", 1, 1, 1, 1, ranks, tuple(range(ranks)), "benchmark"))
+    return publish(root, directory, IncidentFacts("bench", 1, 1, 1, 1, ranks, tuple(range(ranks)), "benchmark"))
 
 
 def strategy(sizes: Shapes, ranks: int, how: str) -> Strategy:

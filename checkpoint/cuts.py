@@ -24,7 +24,7 @@ CUT_LEAST = 16
 """Where a share ends inside a tensor, that is cut, unless it is smaller than this part of a share: it stays whole."""
 
 
-class Cut(NamedTuple):
+class ShareCut(NamedTuple):
     """What a share has of one tensor. tensor: its place in the unit; begin, end: bytes of it. spec: as stored."""
 
     tensor: int
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
     end: int
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """Where a part of a tensor is stored: its place in the tensor (in elements, from the tensor's own first), and as
     what it stands in which share."""
 
@@ -42,14 +42,14 @@ class Piece(NamedTuple):
     spec: TensorSpec
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     """A tensor of a unit that was put together again."""
 
     spec: TensorSpec
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
-def split(unit: str, specs: Sequence[TensorSpec], count: int) -> list[list[Cut]]:
+def split(unit: str, specs: Sequence[TensorSpec], count: int) -> list[list[ShareCut]]:
     """All shares of a unit. Buffers, extras, and the values of param groups are in the first one.
 
     All other tensors, in the order of their names, are laid end to end and cut into shares of equal length, the first
@@ -60,7 +60,7 @@ def split(unit: str, specs: Sequence[TensorSpec], count: int) -> list[list[Cut]]
     >>> [[(cut.spec.name, cut.spec.shape, cut.spec.offsets) for cut in share] for share in split("a", [rows], 2)]
     [[('unit/a/0of2/model/w', (5, 3), (0, 0))], [('unit/a/1of2/model/w', (5, 3), (5, 0))]]
     """
-    shares: list[list[Cut]] = [[] for _ in range(count)]
+    shares: list[list[ShareCut]] = [[] for _ in range(count)]
     moving = sorted((index for index, spec in enumerate(specs) if _may_move(unit, spec)), key=lambda i: specs[i].name)
     for index, spec in enumerate(specs):
         if not _may_move(unit, spec):
@@ -116,17 +116,17 @@ def cut_axis(shape: Sequence[int]) -> int | None:
     return next((axis for axis, size in enumerate(shape) if size > 1), None)
 
 
-def _cut(unit: str, specs: Sequence[TensorSpec], index: int, run: tuple[int, int], share: Share) -> Cut:
+def _cut(unit: str, specs: Sequence[TensorSpec], index: int, run: tuple[int, int], share: Share) -> ShareCut:
     spec, (begin, end) = specs[index], run
     name = f"unit/{share}/{spec.name.removeprefix(f'unit/{unit}/')}"
     if (begin, end) == (0, spec.nbytes):
-        return Cut(index, replace(spec, name=name), begin, end)
+        return ShareCut(index, replace(spec, name=name), begin, end)
     axis = cut_axis(spec.shape)
     assert axis is not None
     row_bytes = spec.nbytes // spec.shape[axis]
     shape, offsets = list(spec.shape), list(spec.offsets)
     shape[axis], offsets[axis] = (end - begin) // row_bytes, offsets[axis] + begin // row_bytes
-    return Cut(index, replace(spec, name=name, shape=tuple(shape), offsets=tuple(offsets)), begin, end)
+    return ShareCut(index, replace(spec, name=name, shape=tuple(shape), offsets=tuple(offsets)), begin, end)
 
 
 def plan_sum(shares: Iterable[Iterable[TensorSpec]]) -> str:
@@ -142,7 +142,7 @@ def _by_name(spec: TensorSpec) -> str:
     return spec.name
 
 
-def joined(unit: str, shares: Sequence[Sequence[TensorSpec]]) -> dict[str, Whole]:
+def joined(unit: str, shares: Sequence[Sequence[TensorSpec]]) -> dict[str, WholeTensor]:
     """The unit's tensors by their names, each with its pieces in their order, out of all its shares.
 
     FormatError where pieces of a tensor are not slices that follow each other.
@@ -157,13 +157,13 @@ def joined(unit: str, shares: Sequence[Sequence[TensorSpec]]) -> dict[str, Whole
     return {f"unit/{unit}/{name}": _whole(f"unit/{unit}/{name}", stored) for name, stored in found.items()}
 
 
-def _whole(name: str, stored: Sequence[tuple[int, TensorSpec]]) -> Whole:
+def _whole(name: str, stored: Sequence[tuple[int, TensorSpec]]) -> WholeTensor:
     stored = sorted(stored, key=lambda one: one[1].offsets)
     if len({len(spec.shape) for _, spec in stored}) > 1:
         raise FormatError(f"the slices of {name!r} do not make up one tensor")
     first, shape = stored[0][1], list(stored[0][1].shape)
     axis = next((axis for axis, at in enumerate(stored[-1][1].offsets) if at != first.offsets[axis]), 0)
-    pieces = [Piece((0,) * len(shape), stored[0][0], first)]
+    pieces = [StoredPiece((0,) * len(shape), stored[0][0], first)]
     for number, spec in stored[1:]:
         at = (*(0,) * axis, shape[axis], *(0,) * (len(shape) - axis - 1)) if shape else ()
         follows = tuple(base + more for base, more in zip(first.offsets, at, strict=True))
@@ -171,10 +171,10 @@ def _whole(name: str, stored: Sequence[tuple[int, TensorSpec]]) -> Whole:
         if not shape or not same or not spec.nbytes or spec.offsets != follows or not _alike(spec, first, axis):
             raise FormatError(f"the slices of {name!r} do not make up one tensor")
         shape[axis] += spec.shape[axis]
-        pieces.append(Piece(at, number, spec))
+        pieces.append(StoredPiece(at, number, spec))
     if len(pieces) > 1 and axis != cut_axis(shape):
         raise FormatError(f"the slices of {name!r} do not make up one tensor")
-    return Whole(replace(first, name=name, shape=tuple(shape)), tuple(pieces))
+    return WholeTensor(replace(first, name=name, shape=tuple(shape)), tuple(pieces))
 
 
 def _alike(spec: TensorSpec, other: TensorSpec, axis: int) -> bool:

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.codec import INTEGER_MAX, Checksum, Number, brief, typed
-from lastwords.checkpoint.cuts import Whole, joined, plan_sum
+from lastwords.checkpoint.cuts import WholeTensor, joined, plan_sum
 from lastwords.checkpoint.format import DTYPE_BITS, TYPE_NAMES, TensorSpec, is_checksum
 from lastwords.checkpoint.meta import (
     META_VERSION,
@@ -358,7 +358,7 @@ def _check_key(value: Any, path: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class _TreeLeaf:
     tensor: str
     dtype: str
     shape: Sequence[Number]
@@ -369,7 +369,7 @@ class _Leaf:
 
 
 def _check_leaf(node: dict[str, Any], names: Names | None, path: str) -> None:
-    leaf = typed(node, _Leaf, path)
+    leaf = typed(node, _TreeLeaf, path)
     for index, one in enumerate(leaf.placements or ()):
         _check_placement(one, f"{path}.placements[{index}]")
     if leaf.placements is not None and leaf.global_shape is None:
@@ -495,7 +495,7 @@ class UnitEntry(Entry):
 
     plan: str = ""
     shares: tuple[UnitEntry, ...] = ()
-    wholes: Mapping[str, Whole] = field(default_factory=dict, compare=False, repr=False)
+    wholes: Mapping[str, WholeTensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def writers(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from lastwords.checkpoint.format import Header, TensorSpec
 from lastwords.checkpoint.lock_file import ReaderLock
 from lastwords.checkpoint.manifest import Claimed, Manifest, check_name, glance, read_published
 from lastwords.checkpoint.part import check_header, check_sizes
-from lastwords.checkpoint.slice_reader import Piece, StoredTensor, read_file
+from lastwords.checkpoint.slice_reader import FilePiece, StoredTensor, read_file
 from lastwords.checkpoint.system import (
     NO_FILE,
     REAL_OS,
@@ -57,7 +57,7 @@ class OpenedFile:
     places: dict[str, tuple[TensorSpec, int, int]]
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """A tensor in a file, or a slice of one. begin: of its first byte. offsets: of a slice in the tensor."""
 
     file: str
@@ -94,7 +94,7 @@ class OpenedFiles:
                 opened = self._opened[file] = OpenedFile(self._manifest.with_chunks(head), places)
             return opened
 
-    def find(self, name: str) -> tuple[TensorSpec, list[Run]]:
+    def find(self, name: str) -> tuple[TensorSpec, list[FileRun]]:
         """A tensor, and its slices in their order; IncompleteError if there is none of that name."""
         entry = self._owner_of(name)
         if entry is None:
@@ -108,11 +108,11 @@ class OpenedFiles:
         files = [one.file for one in entry.shares]
         return whole.spec, [self._run(name, files[one.share], one.spec.name, one.offsets) for one in whole.pieces]
 
-    def _run(self, name: str, file: str, stored: str, offsets: tuple[int, ...] = ()) -> Run:
+    def _run(self, name: str, file: str, stored: str, offsets: tuple[int, ...] = ()) -> FileRun:
         place = self.open(file).places.get(stored)
         if place is None:
             raise self._no_tensor(name)
-        return Run(file, *place[:2], offsets)
+        return FileRun(file, *place[:2], offsets)
 
     def _no_tensor(self, name: str) -> IncompleteError:
         return IncompleteError(f"{self._path} has no tensor {name!r}", missing=(name,))
@@ -134,7 +134,7 @@ LISTINGS_MAX = 20
 """How often directories are listed again since what was found in them has gone: each time something was pruned."""
 
 
-class Status(enum.Enum):
+class DirectoryStatus(enum.Enum):
     """What a scan says of a directory."""
 
     COMPLETE = "complete"
@@ -151,7 +151,7 @@ class Found:
     """
 
     path: Path
-    status: Status
+    status: DirectoryStatus
     why: str
     manifest: Manifest | None
     errno: int = 0
@@ -177,7 +177,7 @@ def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]
     whose manifest cannot be read belongs to none).
     """
     found = [examine(path, os) for path in candidates([root], os)]
-    found = [item for item in found if item.status is not Status.INCOMPLETE or os.exists(item.path)]
+    found = [item for item in found if item.status is not DirectoryStatus.INCOMPLETE or os.exists(item.path)]
     if job is not None:
         found = [item for item in found if item.manifest is not None and item.manifest.job == job]
     return sorted(found, key=lambda item: item.manifest is None)
@@ -224,7 +224,7 @@ def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, eve
     for place, path in enumerate(paths):
         found, claimed = look(path, os, every_file)
         wanted = claimed is None or jobs is None or claimed.job in jobs
-        if wanted and found.status is Status.UNREADABLE:
+        if wanted and found.status is DirectoryStatus.UNREADABLE:
             raise StorageError(
                 (
                     f"{found.why}. {path} may be the newest checkpoint, so no older one is used instead: repair it, or "
@@ -232,7 +232,7 @@ def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, eve
                 ),
                 errno=found.errno,
             )
-        if claimed is not None and found.status is Status.COMPLETE and wanted:
+        if claimed is not None and found.status is DirectoryStatus.COMPLETE and wanted:
             _name_silent(paths[place + 1 :], claimed.global_step, os)
             return path
         if wanted:
@@ -248,7 +248,7 @@ def look(path: Path, os: Os, every_file: bool = False) -> tuple[Found, Claimed |
     try:
         claimed = glance(path, os, every_file=every_file)
         if claimed is not None:
-            return Found(path, Status.COMPLETE, "", None), claimed
+            return Found(path, DirectoryStatus.COMPLETE, "", None), claimed
     except CheckpointError as error:
         return _refused(path, error, None), None
     found = examine(path, os)
@@ -316,10 +316,10 @@ def _named_manifest(path: Path, os: Os) -> Manifest:
 
 def _refused(path: Path, error: CheckpointError, manifest: Manifest | None) -> Found:
     if isinstance(error, IncompleteError):
-        return Found(path, Status.INCOMPLETE, str(error), manifest)
+        return Found(path, DirectoryStatus.INCOMPLETE, str(error), manifest)
     if isinstance(error, StorageError) and error.errno not in NO_FILE:
-        return Found(path, Status.UNREADABLE, str(error), manifest, error.errno)
-    return Found(path, Status.DAMAGED, str(error), manifest)
+        return Found(path, DirectoryStatus.UNREADABLE, str(error), manifest, error.errno)
+    return Found(path, DirectoryStatus.DAMAGED, str(error), manifest)
 
 
 def _check(path: Path, manifest: Manifest, os: Os) -> Found:
@@ -331,7 +331,7 @@ def _check(path: Path, manifest: Manifest, os: Os) -> Found:
                 check_sizes(path, entry, os)
     except CheckpointError as error:
         return _refused(path, error, manifest)
-    return Found(path, Status.COMPLETE, "", manifest)
+    return Found(path, DirectoryStatus.COMPLETE, "", manifest)
 
 
 class Checkpoint:
@@ -395,7 +395,7 @@ class Checkpoint:
         on this thread now and then with the bytes that were read so far. If a checksum is wrong, FormatError is raised
         and the destinations hold rubbish: do not train on them.
         """
-        by_file: dict[str, list[Piece]] = {}
+        by_file: dict[str, list[FilePiece]] = {}
         for name in dict.fromkeys(names):
             spec, runs = self._files.find(name)
             target = memoryview(into(spec))
@@ -404,7 +404,7 @@ class Checkpoint:
             at = 0
             for run in runs if spec.nbytes else ():
                 memory = as_bytes(target)[at : at + run.spec.nbytes].data
-                by_file.setdefault(run.file, []).append(Piece(run.begin, run.begin + run.spec.nbytes, memory))
+                by_file.setdefault(run.file, []).append(FilePiece(run.begin, run.begin + run.spec.nbytes, memory))
                 at += run.spec.nbytes
         before = 0
         for file in sorted(by_file):
@@ -480,7 +480,7 @@ def examine_data(path: Path, os: Os = REAL_OS, progress: Callable[[int], None] |
     held = ReaderLock.take(path, os)
     try:
         found = examine(path, os)
-        if found.manifest is None or found.status is not Status.COMPLETE:
+        if found.manifest is None or found.status is not DirectoryStatus.COMPLETE:
             return found
         wrong = next(_errors(path, found.manifest, True, os, progress), None)
         return found if wrong is None else _refused(path, wrong[1], found.manifest)

@@ -47,9 +47,9 @@ from lastwords.checkpoint.part import (
     Lazy,
     LocalHead,
     LocalSummary,
-    Part,
     PartHead,
     PartTables,
+    RankPart,
     UnitHead,
     check_present,
     check_sizes,
@@ -60,7 +60,7 @@ from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageE
 from lastwords.vocabulary import Share
 
 
-class Kind(enum.Enum):
+class CheckpointKind(enum.Enum):
     """Why a checkpoint was taken."""
 
     LAST_WORDS = "last words"
@@ -68,15 +68,15 @@ class Kind(enum.Enum):
     CONVERTED = "converted"
 
     @staticmethod
-    def of(incident: int, attempt: int) -> Kind:
+    def of(incident: int, attempt: int) -> CheckpointKind:
         """By the two numbers of a manifest: incidents count from 1, and so do the periodic checkpoints of a job.
 
-        >>> Kind.of(1, 1), Kind.of(0, 3), Kind.of(0, 0)
-        (<Kind.LAST_WORDS: 'last words'>, <Kind.PERIODIC: 'periodic'>, <Kind.CONVERTED: 'converted'>)
+        >>> [CheckpointKind.of(*numbers).value for numbers in ((1, 1), (0, 3), (0, 0))]
+        ['last words', 'periodic', 'converted']
         """
         if incident > 0:
-            return Kind.LAST_WORDS
-        return Kind.PERIODIC if attempt > 0 else Kind.CONVERTED
+            return CheckpointKind.LAST_WORDS
+        return CheckpointKind.PERIODIC if attempt > 0 else CheckpointKind.CONVERTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ class Manifest:
     """Content of manifest.json.
 
     global_step, epoch, step: 1-based; the state is that at the end of this step. Where no writer knew what the loop
-    calls it, epoch is EPOCH_UNKNOWN and step the global one. incident: 0 where none was the cause, see `Kind`; then
-    attempt counts the job's periodic checkpoints. cause_ranks: the ranks that started the incident. published_unix_ns:
-    wall clock of the controller's host, for people and for ordering checkpoints.
+    calls it, epoch is EPOCH_UNKNOWN and step the global one. incident: 0 where none was the cause, see
+    `CheckpointKind`; then attempt counts the job's periodic checkpoints. cause_ranks: the ranks that started the
+    incident. published_unix_ns: wall clock of the controller's host, for people and for ordering checkpoints.
     exact: False if a resume will differ from the uninterrupted run; then `reasons` says why.
     facts: what the numbers depend on beside the state (torch version, threads, DDP options, bucket
     order, data options).
@@ -118,14 +118,14 @@ class Manifest:
         return RunFacts.read(self.facts)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CheckpointKind:
         """Why it was taken."""
-        return Kind.of(self.incident, self.attempt)
+        return CheckpointKind.of(self.incident, self.attempt)
 
     @property
     def is_periodic(self) -> bool:
         """True where no incident was the cause, but the settings of the job."""
-        return self.kind is Kind.PERIODIC
+        return self.kind is CheckpointKind.PERIODIC
 
     @property
     def named(self) -> bool:
@@ -163,7 +163,7 @@ class Manifest:
     def tensors_of(self, entry: FileEntry) -> dict[str, TensorSpec]:
         """Tensors that a file holds according to the units and local states in it. Errors as of `PartTables.of`."""
         part = self if self.tables is None else self.tables.of(_writer_of(entry))
-        units = part.units if isinstance(part, Part) else apart(part.units)
+        units = part.units if isinstance(part, RankPart) else apart(part.units)
         owners: list[Entry] = [*units.values(), *part.locals.values()]
         return {spec.name: spec for owner in owners if owner.file == entry.path for spec in owner.tensors}
 
@@ -291,14 +291,14 @@ class Claimed:
     exact: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CheckpointKind:
         """Why it was taken."""
-        return Kind.of(self.incident, self.attempt)
+        return CheckpointKind.of(self.incident, self.attempt)
 
     @property
     def is_periodic(self) -> bool:
         """As `Manifest.is_periodic`; False where the manifest says nothing."""
-        return self.kind is Kind.PERIODIC
+        return self.kind is CheckpointKind.PERIODIC
 
     @staticmethod
     def of(manifest: Manifest) -> Claimed:
@@ -370,7 +370,7 @@ def read_published(directory: Path, os: Os = REAL_OS) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Incident:
+class IncidentFacts:
     """What the controller knows about a checkpoint beside its parts.
 
     writers: the ranks whose parts belong to it. local_ranks: those whose local state should be in it;
@@ -392,13 +392,13 @@ class Incident:
 
 
 def build_manifest(
-    incident: Incident, parts: Sequence[Part] | Sequence[PartHead], *, published_unix_ns: int
+    incident: IncidentFacts, parts: Sequence[RankPart] | Sequence[PartHead], *, published_unix_ns: int
 ) -> Manifest:
     """Manifest of verified parts. AssertionError if they contradict each other, since they were verified.
 
     Of heads only, it leaves the tables in each part.json.
     """
-    heads = [PartHead.of(part) if isinstance(part, Part) else part for part in parts]
+    heads = [PartHead.of(part) if isinstance(part, RankPart) else part for part in parts]
     units = {unit: entry for part in heads for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in heads for rank, entry in part.locals.items()}
     reasons: list[Reason] = []
@@ -418,7 +418,7 @@ def build_manifest(
     )
     if epoch == layout.EPOCH_UNKNOWN:
         reasons += _unnamed(incident.global_step, locals_)
-    listed = _in_one_file([part for part in parts if isinstance(part, Part)])
+    listed = _in_one_file([part for part in parts if isinstance(part, RankPart)])
     if listed is None:
         listed = _left_in_parts(heads, incident.global_step)
     manifest = Manifest(
@@ -444,7 +444,7 @@ def build_manifest(
     return manifest
 
 
-def _in_one_file(parts: Sequence[Part]) -> dict[str, Any] | None:
+def _in_one_file(parts: Sequence[RankPart]) -> dict[str, Any] | None:
     """Tables that are gathered in the manifest; None without parts."""
     if not parts:
         return None

@@ -533,7 +533,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class EpochBegun:
     """Where a run that was resumed on other ranks, or with other batches, had begun in `epoch`.
 
     `first` samples had been seen by then, in steps that ended with `first_step`.
@@ -559,10 +559,10 @@ class LoopFacts:
     dealing: Dealing | None = None
     inputs: Inputs | None = None
     draws: Drawn = field(default_factory=Drawn)
-    carried: Begun | None = None
+    carried: EpochBegun | None = None
     world_size: Number | None = None
 
-    def begun(self, epoch: int) -> Begun | None:
+    def begun(self, epoch: int) -> EpochBegun | None:
         """Where the run had begun in `epoch`; None: at the epoch's start."""
         return self.carried if self.carried is not None and self.carried.epoch == epoch else None
 

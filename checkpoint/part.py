@@ -283,7 +283,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Written):
+class RankPart(Written):
     """Content of part.json. `facts` is free JSON about the writer."""
 
     units: Mapping[str, UnitEntry]
@@ -309,14 +309,14 @@ class Part(Written):
         return owners_contradiction(self.units, self.locals, {path})
 
     @staticmethod
-    def decode(raw: bytes, where: Path) -> Part:
+    def decode(raw: bytes, where: Path) -> RankPart:
         """FormatError if it is damaged or newer than this code."""
         content = decode_document(raw, where=where, version_max=PART_FORMAT)
         with told(where):
             content["units"] = entries(by_name(content.get("units"), "units"), UnitEntry, "units")
             content["locals"] = entries(by_rank(content.get("locals"), "locals"), LocalEntry, "locals")
             content["facts"] = unpacked(content.get("facts"), "facts")
-            return typed(content, Part, "")
+            return typed(content, RankPart, "")
 
 
 def _check_names(
@@ -354,7 +354,7 @@ def write_part(
     *,
     job: str = "",
     os: Os = REAL_OS,
-) -> Part:
+) -> RankPart:
     """Writes this rank's .ckpt, durable on return, and part.json into `directory` (a `layout.tmp_dir`).
 
     May be called from any thread; adds about 24 MiB of memory while it runs. `progress(bytes_written)` is called on
@@ -396,7 +396,7 @@ def write_part(
                 # What a function makes may be a staging buffer that it uses again; a buffer is the tensor itself.
                 writer.write(data, stable=not callable(source))
             total = writer.finish()
-        part = Part(
+        part = RankPart(
             rank=rank,
             global_step=global_step,
             epoch=epoch,
@@ -437,7 +437,7 @@ def write_part(
     return part
 
 
-def remove_part(directory: Path, part: Part, os: Os = REAL_OS) -> None:
+def remove_part(directory: Path, part: RankPart, os: Os = REAL_OS) -> None:
     """Removes what `write_part` has written below `directory`; StorageError if that is impossible."""
     for path in (directory / layout.rank_dir_name(part.rank) / layout.PART_NAME, directory / part.file.path):
         with storage_errors("removing", path):
@@ -464,10 +464,10 @@ def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
             close(fd, path, os)
 
 
-def read_part(rank_dir: Path, os: Os = REAL_OS) -> Part:
+def read_part(rank_dir: Path, os: Os = REAL_OS) -> RankPart:
     """part.json of one writer; FileNotFoundError, FormatError or StorageError."""
     path = rank_dir / layout.PART_NAME
-    return Part.decode(read_document(path, os), path)
+    return RankPart.decode(read_document(path, os), path)
 
 
 # What one of several writers writes of a unit (see `cuts`).
@@ -529,7 +529,7 @@ class PartHead(Written):
     part_sum: str = ""
 
     @staticmethod
-    def of(part: Part) -> PartHead:
+    def of(part: RankPart) -> PartHead:
         """Head of a part that is in memory."""
         units = {unit: typed(unit_summary(one), UnitSummary, unit) for unit, one in part.units.items()}
         locals_ = {rank: typed(local_summary(one), LocalSummary, f"rank {rank}") for rank, one in part.locals.items()}
@@ -602,7 +602,7 @@ class PartTables:
         self._directory = directory
         self._global_step = global_step
         self._os = os
-        self._read: dict[int, Part] = {}
+        self._read: dict[int, RankPart] = {}
         self.shares = by_unit(heads.units)
         self._joined: dict[str, UnitEntry] = {}
         self._lock = threading.Lock()
@@ -617,7 +617,7 @@ class PartTables:
         """As `units`, by the ranks whose state it is."""
         return Lazy(self, self.heads.locals, lambda rank: self.of(self.heads.locals[rank].writer).locals[rank])
 
-    def of(self, rank: int) -> Part:
+    def of(self, rank: int) -> RankPart:
         """What this rank wrote. IncompleteError, FormatError or StorageError, naming the file."""
         with self._lock:
             if rank not in self._read:
@@ -653,7 +653,7 @@ class PartTables:
             for share in self.shares[unit]:
                 self._read.pop(self.heads.units[str(share)].writer, None)
 
-    def _checked(self, rank: int) -> Part:
+    def _checked(self, rank: int) -> RankPart:
         heads, entry = self.heads, self.heads.files[rank]
         path = self._directory / layout.rank_dir_name(rank) / layout.PART_NAME
         fd = open_description(self._directory, entry, self._os)
@@ -663,7 +663,7 @@ class PartTables:
             close(fd, path, self._os)
         if xxhash.xxh3_64_hexdigest(raw) != entry.part_sum:
             raise FormatError(damage(path, "its bytes do not match the checksum in the manifest"))
-        part = Part.decode(raw, path)
+        part = RankPart.decode(raw, path)
         said = replace(part.file, chunks=(), part_bytes=entry.part_bytes, part_sum=entry.part_sum)
         if part.rank != rank or said != entry or part.global_step != self._global_step:
             raise FormatError(damage(path, "it does not describe the file that the manifest names"))

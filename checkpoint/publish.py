@@ -19,10 +19,10 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import give_name, sync_name
 from lastwords.checkpoint.codec import INTEGER_MAX
 from lastwords.checkpoint.entries import shares_problem
-from lastwords.checkpoint.manifest import Claimed, Incident, Manifest, build_manifest, read_manifest
+from lastwords.checkpoint.manifest import Claimed, IncidentFacts, Manifest, build_manifest, read_manifest
 from lastwords.checkpoint.part import (
-    Part,
     PartHead,
+    RankPart,
     check_present,
     check_unchanged,
     read_part,
@@ -119,7 +119,7 @@ def _unless_gone(doing: str, path: Path) -> Iterator[None]:
         raise storage_error(doing, path, error) from error
 
 
-__all__ = ["NO_RANK", "Incident", "build_manifest", "later_than_all", "publish", "publish_new", "verify_parts"]
+__all__ = ["NO_RANK", "IncidentFacts", "build_manifest", "later_than_all", "publish", "publish_new", "verify_parts"]
 
 
 NO_RANK = -1
@@ -137,7 +137,7 @@ def _unheard() -> None:
     """Progress that nobody waits for."""
 
 
-class Seen(NamedTuple):
+class SeenPart(NamedTuple):
     """What verification has read of a writer's part, and the stamps that part.json and the file beside it had then."""
 
     head: PartHead
@@ -154,7 +154,7 @@ def verify_parts(
     *,
     progress: Progress = _unheard,
     job: str = "",
-    heads: dict[int, Seen] | None = None,
+    heads: dict[int, SeenPart] | None = None,
 ) -> list[tuple[int, str]]:
     """Problems as (rank, text), none if the parts make a whole checkpoint of global step `step` (of `job`, if given).
 
@@ -180,7 +180,7 @@ def verify_parts(
             stamps = _stamps_of(tmp_dir, part, os) if heads is not None else ()  # before the last look at the file
             check_unchanged(tmp_dir, part.file, os)
             if heads is not None:
-                heads[rank] = Seen(part, stamps)
+                heads[rank] = SeenPart(part, stamps)
         except StorageError as error:
             blocked = blocked or error
             continue
@@ -256,12 +256,12 @@ def _stamps_of(tmp_dir: Path, head: PartHead, os: Os) -> tuple[tuple[int, ...], 
 def publish(
     root: Path,
     tmp_dir: Path,
-    incident: Incident,
+    incident: IncidentFacts,
     os: Os = REAL_OS,
     *,
     published_unix_ns: int | None = None,
     progress: Progress = _unheard,
-    heads: Mapping[int, Seen] | None = None,
+    heads: Mapping[int, SeenPart] | None = None,
 ) -> Path:
     """Makes the parts in `tmp_dir` visible as the checkpoint of their step and returns its path.
 
@@ -298,7 +298,7 @@ def publish(
     return final
 
 
-def _is_of(directory: Path, incident: Incident, os: Os) -> bool:
+def _is_of(directory: Path, incident: IncidentFacts, os: Os) -> bool:
     """Whether the manifest in `directory` was written for this very attempt."""
     with storage_errors("looking for the manifest of", directory):
         if not os.exists(directory / layout.MANIFEST_NAME):
@@ -321,11 +321,11 @@ def _has_parts(tmp_dir: Path, writers: Collection[int], os: Os) -> bool:
 def _describe_anew(
     root: Path,
     tmp_dir: Path,
-    incident: Incident,
+    incident: IncidentFacts,
     os: Os,
     published_unix_ns: int | None,
     progress: Progress,
-    heads: Mapping[int, Seen],
+    heads: Mapping[int, SeenPart],
 ) -> Manifest:
     """Writes the manifest, durable on return. One that is there is of a call that failed: whether it is, is unknown."""
     with storage_errors("removing", tmp_dir / layout.MANIFEST_NAME):
@@ -348,7 +348,7 @@ def _remove_descriptions(tmp_dir: Path, writers: Collection[int], os: Os, progre
         sync_directory(rank_dir, os)
 
 
-def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS) -> Path:
+def publish_new(root: Path, tmp_dir: Path, incident: IncidentFacts, os: Os = REAL_OS) -> Path:
     """As `publish`, for a directory that may have been left half-way through this by a process that died.
 
     Nothing is replaced: ConfigError if there is a checkpoint of this step, and everything stays as it is. `tmp_dir` is
@@ -381,11 +381,11 @@ def publish_new(root: Path, tmp_dir: Path, incident: Incident, os: Os = REAL_OS)
 def _describe(
     root: Path,
     tmp_dir: Path,
-    incident: Incident,
+    incident: IncidentFacts,
     os: Os,
     published_unix_ns: int | None = None,
     progress: Progress = _unheard,
-    known: Mapping[int, Seen] = MappingProxyType({}),
+    known: Mapping[int, SeenPart] = MappingProxyType({}),
 ) -> Manifest:
     """Writes the manifest of finished parts. known: heads that need not be read while their files are as they were."""
     heads = []
@@ -398,7 +398,7 @@ def _describe(
         head = _read_head_of(tmp_dir, rank, incident.global_step, os)
         check_unchanged(tmp_dir, head.file, os)
         heads.append(head)
-    parts: Sequence[Part] | Sequence[PartHead] = heads
+    parts: Sequence[RankPart] | Sequence[PartHead] = heads
     if sum(head.part_bytes for head in heads) <= TABLES_BYTES_MAX:
         parts = [read_part(tmp_dir / layout.rank_dir_name(head.rank), os) for head in heads]
     stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)

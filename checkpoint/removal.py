@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.lock_file import is_at
-from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, read_manifest
+from lastwords.checkpoint.manifest import CheckpointKind, Claimed, Manifest, read_manifest
 from lastwords.checkpoint.system import Os, close, remove_tree, storage_errors, sync_directory
 from lastwords.errors import BusyError, CheckpointError, FormatError, IncompleteError, ReplacedError, StorageError
 
@@ -143,7 +143,7 @@ def is_older(directory: Path, manifest: Manifest, os: Os) -> bool:
         return False  # unreadable: keep it for a person to look at
     if found.exact and not manifest.exact:
         return False  # of one generation, both are of the very same state, and the exact one has more of it
-    if found.kind is Kind.LAST_WORDS and manifest.is_periodic:
+    if found.kind is CheckpointKind.LAST_WORDS and manifest.is_periodic:
         return False
     return found.job == manifest.job and fence(found) <= fence(manifest)
 

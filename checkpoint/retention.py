@@ -22,7 +22,7 @@ import xxhash
 from lastwords.checkpoint import layout, load, removal
 from lastwords.checkpoint.load import Stamp, refuse_replaced, stamp_of
 from lastwords.checkpoint.lock_file import ReaderLock
-from lastwords.checkpoint.manifest import Claimed, Kind
+from lastwords.checkpoint.manifest import CheckpointKind, Claimed
 from lastwords.checkpoint.system import REAL_OS, Os, storage_errors
 from lastwords.errors import BusyError, CheckpointError, ConfigError, FormatError, StorageError, UnavailableError
 
@@ -70,10 +70,10 @@ class VerifiedOnce:
         before = stamp_of(path, os)
         with self._watch(path) as progress:
             found = load.examine_data(path, os, progress)
-        if found.status is load.Status.COMPLETE:
+        if found.status is load.DirectoryStatus.COMPLETE:
             return ""
         refuse_replaced(path, before, os)
-        if found.status is load.Status.UNREADABLE:
+        if found.status is load.DirectoryStatus.UNREADABLE:
             raise StorageError(found.why, errno=found.errno)
         return found.why
 
@@ -135,7 +135,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CompleteCheckpoint:
     """A complete checkpoint of the job."""
 
     path: Path
@@ -143,22 +143,22 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RetentionPlan:
     """What is kept and what goes, each newest first.
 
     spared: of what is kept, what would go if it needed not stay for now. others: what does not count and is left alone,
     with the reason of each. damaged: those of them that have turned out to be damaged when they were read just now.
     """
 
-    keep: tuple[Whole, ...]
-    remove: tuple[Whole, ...]
-    spared: tuple[Whole, ...] = ()
+    keep: tuple[CompleteCheckpoint, ...]
+    remove: tuple[CompleteCheckpoint, ...]
+    spared: tuple[CompleteCheckpoint, ...] = ()
     others: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RemovalOutcome:
     """What became of a checkpoint that was to go. left: why it is still there; None if it is gone."""
 
     path: Path
@@ -166,9 +166,9 @@ class Outcome:
     left: CheckpointError | None = None
 
 
-def chosen(found: Sequence[Whole], rules: Rules) -> Plan:
+def chosen(found: Sequence[CompleteCheckpoint], rules: Rules) -> RetentionPlan:
     """The rule. found: the complete checkpoints of one job, newest first."""
-    kinds = {Kind.PERIODIC, Kind.LAST_WORDS} if rules.last_words else {Kind.PERIODIC}
+    kinds = {CheckpointKind.PERIODIC, CheckpointKind.LAST_WORDS} if rules.last_words else {CheckpointKind.PERIODIC}
     counted = [one for one in found if one.said.kind in kinds]
     kept = set(counted)
     if rules.keep_max:
@@ -177,24 +177,26 @@ def chosen(found: Sequence[Whole], rules: Rules) -> Plan:
         kept = _one_in(counted, rules.keep_per_minutes * _NS_PER_MINUTE)
     kept |= _of_later_step(counted, found)
     goes = [one for one in counted if one not in kept and one != found[0]]
-    return Plan(tuple(one for one in found if one not in goes), tuple(goes))
+    return RetentionPlan(tuple(one for one in found if one not in goes), tuple(goes))
 
 
-def _of_later_step(counted: Sequence[Whole], found: Sequence[Whole]) -> set[Whole]:
+def _of_later_step(
+    counted: Sequence[CompleteCheckpoint], found: Sequence[CompleteCheckpoint]
+) -> set[CompleteCheckpoint]:
     """Where a start has begun anew: the farthest of those before it, until it has come as far."""
     farthest = max(counted, key=lambda one: one.said.global_step, default=None)
     return {farthest} if farthest and farthest.said.global_step > found[0].said.global_step else set()
 
 
-def _one_in(newest_first: Sequence[Whole], pause_ns: int) -> set[Whole]:
+def _one_in(newest_first: Sequence[CompleteCheckpoint], pause_ns: int) -> set[CompleteCheckpoint]:
     """The first one of all, and each that was published `pause_ns` after the one that was kept before it.
 
     Where a clock had been set back, a checkpoint has an earlier time than the one before it, or one that it was given
     only so that it has a later one: how long after it, and how long before the next, is not known, so both stay. So
     does the one before it: without that one, the next look would not see that the clock had jumped.
     """
-    kept: set[Whole] = set()
-    before: Whole | None = None
+    kept: set[CompleteCheckpoint] = set()
+    before: CompleteCheckpoint | None = None
     last_ns: int | None = None
     for one in reversed(newest_first):
         at_ns = one.said.published_unix_ns
@@ -216,7 +218,7 @@ def plan(
     *,
     verified: VerifiedOnce | None = None,
     spared: Callable[[Path], bool] = lambda _: False,
-) -> Plan:
+) -> RetentionPlan:
     """What is to be done about the checkpoints of `job` in these directories. StorageError, BusyError, ReplacedError.
 
     Complete is what `resume` takes for complete. If anything is to go, the newest one is read as well, and the next one
@@ -240,7 +242,7 @@ def plan(
         damaged.append(problem)
 
 
-def _complete(roots: Sequence[Path], job: str, os: Os) -> tuple[list[Whole], list[str]]:
+def _complete(roots: Sequence[Path], job: str, os: Os) -> tuple[list[CompleteCheckpoint], list[str]]:
     """The complete checkpoints of a job, newest first, and what was found beside them. No data are read."""
     layout.check_job_name(job)
     found: dict[Path, Claimed] = {}
@@ -253,28 +255,28 @@ def _complete(roots: Sequence[Path], job: str, os: Os) -> tuple[list[Whole], lis
         if Claimed.if_readable(path, os).job not in ("", job):
             continue
         seen, said = load.look(path, os, every_file=True)
-        if said is None or seen.status is not load.Status.COMPLETE:
+        if said is None or seen.status is not load.DirectoryStatus.COMPLETE:
             others.append(seen.why)
         elif said.job == job and (stamp := stamp_of(path, os)) is not None and stamp not in met:
             met.add(stamp)  # two of the roots may lead to one directory
             found[path] = said
     # Once more in order: since its place was drawn, a name may have been given to the newest.
-    return [Whole(path, found[path]) for path in load.newest_first(found)], others
+    return [CompleteCheckpoint(path, found[path]) for path in load.newest_first(found)], others
 
 
-def _sparing(made: Plan, spared: Callable[[Path], bool]) -> Plan:
+def _sparing(made: RetentionPlan, spared: Callable[[Path], bool]) -> RetentionPlan:
     stays = tuple(one for one in made.remove if spared(one.path))
     goes = tuple(one for one in made.remove if one not in stays)
-    return Plan((*made.keep, *stays), goes, spared=stays)
+    return RetentionPlan((*made.keep, *stays), goes, spared=stays)
 
 
 def carry_out(
-    made: Plan,
+    made: RetentionPlan,
     os: Os = REAL_OS,
     *,
     verified: VerifiedOnce | None = None,
     remove: Callable[[Path, Claimed, Os], None] = removal.remove,
-) -> list[Outcome]:
+) -> list[RemovalOutcome]:
     """Removes what the plan says, the oldest first. What cannot be removed is said, not raised.
 
     verified: as for the plan; what is not known is read once more. remove: how, where it is no local directory.
@@ -286,17 +288,18 @@ def carry_out(
     try:
         held = ReaderLock.take(newest.path, os)
     except BusyError as error:
-        return [Outcome(one.path, one.said, error) for one in made.remove]
+        return [RemovalOutcome(one.path, one.said, error) for one in made.remove]
     try:
         why = _unheld(newest, held, os) or _unsound(newest, verified, os)
         return [
-            Outcome(one.path, one.said, why or _removed(one, verified, os, remove)) for one in reversed(made.remove)
+            RemovalOutcome(one.path, one.said, why or _removed(one, verified, os, remove))
+            for one in reversed(made.remove)
         ]
     finally:
         held.release()
 
 
-def _unheld(newest: Whole, held: ReaderLock, os: Os) -> CheckpointError | None:
+def _unheld(newest: CompleteCheckpoint, held: ReaderLock, os: Os) -> CheckpointError | None:
     """Why it is not sure that this one stays; None if it is."""
     if Claimed.if_readable(newest.path, os) != newest.said:
         return BusyError(f"nothing is removed, since {newest.path}, which is to stay, is not there any more")
@@ -305,7 +308,7 @@ def _unheld(newest: Whole, held: ReaderLock, os: Os) -> CheckpointError | None:
     return None
 
 
-def _unsound(newest: Whole, verified: VerifiedOnce, os: Os) -> CheckpointError | None:
+def _unsound(newest: CompleteCheckpoint, verified: VerifiedOnce, os: Os) -> CheckpointError | None:
     """Why this one is not known to be sound; None if it is."""
     try:
         problem = verified.problem(newest.path, newest.said, os)
@@ -315,7 +318,7 @@ def _unsound(newest: Whole, verified: VerifiedOnce, os: Os) -> CheckpointError |
 
 
 def _removed(
-    one: Whole, verified: VerifiedOnce, os: Os, remove: Callable[[Path, Claimed, Os], None]
+    one: CompleteCheckpoint, verified: VerifiedOnce, os: Os, remove: Callable[[Path, Claimed, Os], None]
 ) -> CheckpointError | None:
     try:
         remove(one.path, one.said, os)

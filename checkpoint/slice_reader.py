@@ -55,7 +55,7 @@ Runs = tuple[npt.NDArray[np.int64], int]
 """First bytes of runs, in order, and the length that all of them have."""
 
 
-class Part(Protocol):
+class FilePart(Protocol):
     """What one slice wants of a file. Positions are bytes from the file's start. Any thread may ask it."""
 
     def chunks(self) -> Iterable[int]:
@@ -69,7 +69,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Bytes [begin, end) of the file and where they go: the simplest part."""
 
     begin: int
@@ -79,10 +79,10 @@ class Piece:
     def chunks(self) -> Iterable[int]:
         return range(self.begin // CHUNK_BYTES, -(-self.end // CHUNK_BYTES))
 
-    def within(self, low: int, high: int) -> Piece:
+    def within(self, low: int, high: int) -> FilePiece:
         """What of it lies in [low, high)."""
         begin, end = max(self.begin, low), min(self.end, high)
-        return Piece(begin, end, self.target[begin - self.begin : end - self.begin])
+        return FilePiece(begin, end, self.target[begin - self.begin : end - self.begin])
 
     def runs(self, low: int, high: int) -> list[Runs]:
         inner = self.within(low, high)
@@ -102,14 +102,14 @@ class Count:
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptChunk:
     """The last chunk of a file that was read and checked, for a later reading that begins in it. index: -1 for none."""
 
     index: int = -1
     content: Bytes = field(default_factory=lambda: np.empty(CHUNK_BYTES, np.uint8))
 
 
-def read_file(path: Path, entry: FileEntry, parts: Sequence[Part] | None, os: Os, on_bytes: OnBytes | None) -> int:
+def read_file(path: Path, entry: FileEntry, parts: Sequence[FilePart] | None, os: Os, on_bytes: OnBytes | None) -> int:
     """Reads all chunks of which a part wants something, or the whole file into nothing if None; every one is checked.
 
     Returns how many bytes were read; `on_bytes` hears of them so far, on the caller's thread. FormatError if a
@@ -128,12 +128,12 @@ def read_parts(
     fd: int,
     path: Path,
     entry: FileEntry | None,
-    parts: Sequence[Part] | None,
+    parts: Sequence[FilePart] | None,
     *,
     checked: bool,
     os: Os,
     on_bytes: OnBytes | None = None,
-    kept: Kept | None = None,
+    kept: KeptChunk | None = None,
 ) -> Count:
     """The same for a file that is open, and with what was counted.
 
@@ -145,25 +145,25 @@ def read_parts(
     if kept is not None and plan and plan[0][0] == kept.index:
         for part in plan.pop(0)[1]:
             part.copy(kept.index * CHUNK_BYTES, kept.content)
-    return _Reading(fd, path, entry, plan, checked, os, kept).run(on_bytes)
+    return _FileReading(fd, path, entry, plan, checked, os, kept).run(on_bytes)
 
 
-_Step = tuple[int, list[Part]]
+_Step = tuple[int, list[FilePart]]
 
 
-def _plan(entry: FileEntry | None, parts: Sequence[Part] | None) -> list[_Step]:
+def _plan(entry: FileEntry | None, parts: Sequence[FilePart] | None) -> list[_Step]:
     """Chunks to read, each with the parts that want something of it."""
     if parts is None:
         assert entry is not None, "of a file without checksums there is nothing to be read into nothing"
         return [(index, []) for index in range(len(entry.chunks))]
-    plan: dict[int, list[Part]] = {}
+    plan: dict[int, list[FilePart]] = {}
     for part in parts:
         for index in part.chunks():
             plan.setdefault(index, []).append(part)
     return sorted(plan.items(), key=lambda step: step[0])
 
 
-class _Reading:
+class _FileReading:
     """One file being read by a few threads, each of which takes the next chunk when it has done its last."""
 
     def __init__(
@@ -174,7 +174,7 @@ class _Reading:
         plan: list[_Step],
         checked: bool,
         os: Os,
-        kept: Kept | None = None,
+        kept: KeptChunk | None = None,
     ) -> None:
         self._kept = kept
         self._last = plan[-1][0] if plan else -1
@@ -221,7 +221,7 @@ class _Reading:
             with self._lock:
                 self._error = self._error or error
 
-    def _read_chunk(self, index: int, parts: list[Part], scratch: Bytes) -> tuple[int, int]:
+    def _read_chunk(self, index: int, parts: list[FilePart], scratch: Bytes) -> tuple[int, int]:
         """Bytes that were read, and how many of them were checked."""
         start = index * CHUNK_BYTES
         end = start + CHUNK_BYTES if self._entry is None else min(start + CHUNK_BYTES, self._entry.bytes)
@@ -277,20 +277,20 @@ class _Reading:
                 rest[0] = rest[0][count:]
 
 
-def _disjoint(parts: list[Part], start: int, end: int) -> list[Piece] | None:
+def _disjoint(parts: list[FilePart], start: int, end: int) -> list[FilePiece] | None:
     """All parts within [start, end) in file order, if they are few pieces that share no byte: no copies then."""
     if len(parts) > _PIECES_MAX:
         return None
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     for part in parts:
-        if not isinstance(part, Piece):
+        if not isinstance(part, FilePiece):
             return None
         pieces.append(part.within(start, end))
     pieces.sort(key=lambda piece: piece.begin)
     return pieces if all(a.end <= b.begin for a, b in itertools.pairwise(pieces)) else None
 
 
-def _joined(parts: list[Part], start: int, end: int) -> list[tuple[int, int]]:
+def _joined(parts: list[FilePart], start: int, end: int) -> list[tuple[int, int]]:
     """What the parts want of [start, end), in order; runs that touch or overlap are one."""
     found = [run for part in parts for run in part.runs(start, end)]
     begins = np.concatenate([begins for begins, _ in found])
@@ -302,7 +302,7 @@ def _joined(parts: list[Part], start: int, end: int) -> list[tuple[int, int]]:
     return list(zip(begins[first].tolist(), ends[last].tolist(), strict=True))
 
 
-def _views(pieces: list[Piece], start: int, end: int, scratch: memoryview) -> list[memoryview]:
+def _views(pieces: list[FilePiece], start: int, end: int, scratch: memoryview) -> list[memoryview]:
     """Memory for a whole chunk in file order: the pieces' own, and scratch for what lies between them."""
     views: list[memoryview] = []
     at = start
@@ -339,7 +339,7 @@ class StoredTensor:
     offsets: tuple[int, ...] = ()
 
 
-class Stored(Protocol):
+class StoredFiles(Protocol):
     """What slices are read from: a `Checkpoint`, or files without a manifest."""
 
     def stored(self, name: str) -> Sequence[StoredTensor]:
@@ -366,7 +366,7 @@ class SliceReader:
 
     def __init__(
         self,
-        source: Stored,
+        source: StoredFiles,
         *,
         checked: bool,
         unknown_too: bool = False,
@@ -381,7 +381,7 @@ class SliceReader:
         self._os = os
         self._files: dict[Path, int] = {}
         self._keep_edges = keep_edges and checked
-        self._edges: dict[Path, Kept] = {}
+        self._edges: dict[Path, KeptChunk] = {}
 
     def __enter__(self) -> SliceReader:
         return self
@@ -403,7 +403,7 @@ class SliceReader:
         StorageError; the targets hold rubbish then. ConfigError if what is to be checked has no checksums.
         """
         entries: dict[Path, FileEntry | None] = {}
-        parts: dict[Path, list[Part]] = {}
+        parts: dict[Path, list[FilePart]] = {}
         for target in targets:
             for piece in target.slices:
                 for stored in self._source.stored(piece.shard.name):
@@ -431,8 +431,8 @@ class SliceReader:
             self.bytes_read += count.read
             self.bytes_checked += count.checked
 
-    def _edge(self, path: Path) -> Kept:
-        kept = self._edges.pop(path, None) or Kept()
+    def _edge(self, path: Path) -> KeptChunk:
+        kept = self._edges.pop(path, None) or KeptChunk()
         while len(self._edges) >= EDGES_MAX:
             self._edges.pop(next(iter(self._edges)))
         self._edges[path] = kept
@@ -462,7 +462,7 @@ def _open_alone(path: Path, os: Os) -> int:
         raise storage_error("opening", path, error) from error
 
 
-def _part(stored: StoredTensor, piece: Slice, target: Target) -> Part | None:
+def _part(stored: StoredTensor, piece: Slice, target: Target) -> FilePart | None:
     """What is wanted of it; None if that is nothing."""
     size = DTYPE_BITS[stored.spec.dtype] // 8
     there, wanted = piece.shard.box, piece.region
@@ -479,7 +479,7 @@ def _part(stored: StoredTensor, piece: Slice, target: Target) -> Part | None:
     if is_run(source, region) and is_run(box, region):
         low, high = (stored.begin + at for at in span(source, region))
         to_low, to_high = span(box, region)
-        return Piece(low, high, memory[to_low:to_high].data)
+        return FilePiece(low, high, memory[to_low:to_high].data)
     return _Strided(stored.begin, source, region, box, memory.reshape(box.sizes))
 
 
@@ -500,7 +500,7 @@ class _Strided:
 
     def chunks(self) -> Iterable[int]:
         # In a gap that is shorter than a chunk there is no whole chunk, so all of those around it are wanted.
-        begins, length = _runs(self.source, self.region, _Row.shares_chunks)
+        begins, length = _runs(self.source, self.region, _Strips.shares_chunks)
         found: dict[int, None] = {}
         for begin in (begins + self.begin).tolist():
             found.update(dict.fromkeys(range(begin // CHUNK_BYTES, -(-(begin + length) // CHUNK_BYTES))))
@@ -509,7 +509,7 @@ class _Strided:
     def runs(self, low: int, high: int) -> list[Runs]:
         found: list[Runs] = []
         for part in between(self.source, self.region, low - self.begin, high - self.begin):
-            begins, length = _runs(self.source, part, _Row.is_cheap)
+            begins, length = _runs(self.source, part, _Strips.is_cheap)
             found.append((begins + self.begin, length))
         return found
 
@@ -521,7 +521,7 @@ class _Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Strips:
     """`count` runs of `length` bytes, each `stride` bytes behind the one before. wanted: how many bytes in all."""
 
     count: int
@@ -543,7 +543,7 @@ class _Row:
         return self.stride - self.length < CHUNK_BYTES
 
 
-def _runs(outer: Box, region: Box, join: Callable[[_Row], bool]) -> Runs:
+def _runs(outer: Box, region: Box, join: Callable[[_Strips], bool]) -> Runs:
     """Runs of `region` in the memory of `outer`, from its start; those for which `join` is true are one."""
     begins = np.zeros(1, np.int64)
     length = wanted = 1
@@ -555,7 +555,7 @@ def _runs(outer: Box, region: Box, join: Callable[[_Row], bool]) -> Runs:
         reversed(region.sizes),
         strict=True,
     ):
-        row = _Row(count, length, stride, wanted * count)
+        row = _Strips(count, length, stride, wanted * count)
         joining = joining and (count == 1 or stride == length or join(row))
         if joining:
             length, wanted = row.joined, row.wanted

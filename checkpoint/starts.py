@@ -28,7 +28,7 @@ from lastwords.checkpoint import layout, removal
 from lastwords.checkpoint.codec import Positive, typed
 from lastwords.checkpoint.document import decode_document, encode_document, told
 from lastwords.checkpoint.lock_file import has_name
-from lastwords.checkpoint.manifest import Claimed, Kind, read_manifest
+from lastwords.checkpoint.manifest import CheckpointKind, Claimed, read_manifest
 from lastwords.checkpoint.meta import START_FORMAT
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -364,7 +364,7 @@ def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> b
 
     Parts of a periodic checkpoint are not kept: jobs that end while they write one are nothing unusual.
     """
-    if Kind.of(name.incident, name.attempt) is Kind.PERIODIC:
+    if CheckpointKind.of(name.incident, name.attempt) is CheckpointKind.PERIODIC:
         return False
     final = layout.checkpoint_dir(root, name.global_step)
     if os.leads_to_directory(final) and name.job == Claimed.if_readable(final, os).job:

@@ -36,7 +36,7 @@ STORABLE = (
 )
 
 
-class _Form(NamedTuple):
+class _TypeForm(NamedTuple):
     """How values of one type are written: `encode` makes a storable value of simpler types, `decode` reverses it.
 
     encoded: the type of what `encode` makes. Nothing else is decoded: where bytes or a list belong, bytearray and
@@ -101,31 +101,31 @@ def _read_moment(kind: Any, encoded: Any) -> Any:
 NUMPY_KINDS = frozenset("biufcmM")
 """numpy's kinds of elements that are nothing but bytes: numbers, truth values, dates and spans of time."""
 
-_FORMS: dict[type[Any], _Form] = {
-    complex: _Form("~complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    bytearray: _Form("~bytearray", bytes, bytearray, bytes),
-    range: _Form("~range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    datetime.datetime: _Form("~datetime", _moment, lambda parts: _read_moment(datetime.datetime, parts)),
-    datetime.time: _Form("~time", _moment, lambda parts: _read_moment(datetime.time, parts)),
-    datetime.date: _Form("~date", lambda value: value.isoformat(), datetime.date.fromisoformat, str),
-    datetime.timedelta: _Form(
+_FORMS: dict[type[Any], _TypeForm] = {
+    complex: _TypeForm("~complex", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    bytearray: _TypeForm("~bytearray", bytes, bytearray, bytes),
+    range: _TypeForm("~range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    datetime.datetime: _TypeForm("~datetime", _moment, lambda parts: _read_moment(datetime.datetime, parts)),
+    datetime.time: _TypeForm("~time", _moment, lambda parts: _read_moment(datetime.time, parts)),
+    datetime.date: _TypeForm("~date", lambda value: value.isoformat(), datetime.date.fromisoformat, str),
+    datetime.timedelta: _TypeForm(
         "~timedelta",
         lambda value: [value.days, value.seconds, value.microseconds],
         lambda parts: datetime.timedelta(*parts),
     ),
-    deque: _Form("~deque", lambda value: [*value, value.maxlen], lambda parts: deque(parts[:-1], parts[-1])),
-    defaultdict: _Form(
+    deque: _TypeForm("~deque", lambda value: [*value, value.maxlen], lambda parts: deque(parts[:-1], parts[-1])),
+    defaultdict: _TypeForm(
         "~defaultdict",
         lambda value: [value.default_factory and value.default_factory.__name__, dict(value)],
         lambda parts: defaultdict(parts[0] and FACTORIES[parts[0]], parts[1]),
     ),
-    Place: _Form("~place", list, lambda parts: Place(*(_must_be(str, part) for part in parts))),
-    np.generic: _Form("~numpy", lambda value: [value.dtype.str, value.tobytes()], _numpy_scalar),
-    np.str_: _Form("~numpy", lambda value: ["str", str.__str__(value)], _numpy_scalar),
-    np.bytes_: _Form("~numpy", lambda value: ["bytes", bytes(value)], _numpy_scalar),
+    Place: _TypeForm("~place", list, lambda parts: Place(*(_must_be(str, part) for part in parts))),
+    np.generic: _TypeForm("~numpy", lambda value: [value.dtype.str, value.tobytes()], _numpy_scalar),
+    np.str_: _TypeForm("~numpy", lambda value: ["str", str.__str__(value)], _numpy_scalar),
+    np.bytes_: _TypeForm("~numpy", lambda value: ["bytes", bytes(value)], _numpy_scalar),
     **dict.fromkeys(
         _PATHS.values(),
-        _Form(
+        _TypeForm(
             "~path",
             lambda value: [next(name for name, kind in _PATHS.items() if kind is type(value)), str(value)],
             lambda parts: _PATHS[parts[0]](parts[1]),
@@ -135,7 +135,7 @@ _FORMS: dict[type[Any], _Form] = {
 _BY_TAG = {form.tag: form for form in _FORMS.values()}
 
 
-def _form_of(value: Any) -> _Form | None:
+def _form_of(value: Any) -> _TypeForm | None:
     """How a value that JSON has nothing like is written; None if it cannot be stored (or is a container of JSON's)."""
     kind = type(value)
     if isinstance(value, np.generic) and kind not in (np.str_, np.bytes_):

@@ -28,7 +28,7 @@ from lastwords.errors import IncompleteError
 from lastwords.integrations.bars import bar_of
 
 
-class Verdict(enum.Enum):
+class CommandVerdict(enum.Enum):
     """What a command found, from which its exit code follows."""
 
     FINE = "fine"
@@ -38,28 +38,35 @@ class Verdict(enum.Enum):
 
 
 VERDICTS = {
-    load.Status.COMPLETE: Verdict.FINE,
-    load.Status.INCOMPLETE: Verdict.DAMAGED,
-    load.Status.DAMAGED: Verdict.DAMAGED,
-    load.Status.UNREADABLE: Verdict.UNREADABLE,
+    load.DirectoryStatus.COMPLETE: CommandVerdict.FINE,
+    load.DirectoryStatus.INCOMPLETE: CommandVerdict.DAMAGED,
+    load.DirectoryStatus.DAMAGED: CommandVerdict.DAMAGED,
+    load.DirectoryStatus.UNREADABLE: CommandVerdict.UNREADABLE,
 }
-_STYLES = {Verdict.FINE: "green", Verdict.DAMAGED: "red", Verdict.UNREADABLE: "red", Verdict.NOTHING: "yellow"}
+_STYLES = {
+    CommandVerdict.FINE: "green",
+    CommandVerdict.DAMAGED: "red",
+    CommandVerdict.UNREADABLE: "red",
+    CommandVerdict.NOTHING: "yellow",
+}
 
 
-def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
+def latest(root: Path, job: str | None, *, as_json: bool) -> CommandVerdict:
     """Prints the path of the newest complete checkpoint. Newer ones that were skipped are told on stderr."""
     system = os_for([root])
     path = load.latest(root, job, system)
     if path is None:
-        others = [found for found in load.scan(root, system, job=job) if found.status is not load.Status.COMPLETE]
+        others = [
+            found for found in load.scan(root, system, job=job) if found.status is not load.DirectoryStatus.COMPLETE
+        ]
         of_job = "" if job is None else f" of job {job}"
         say(f"no complete checkpoint{of_job} in {root}")
         if as_json:
             print_json({"path": None, "incomplete": [_found_json(found) for found in others]})
-        return _worst(others) if others else Verdict.NOTHING
+        return _worst(others) if others else CommandVerdict.NOTHING
     if not as_json:
         print(path)
-        return Verdict.FINE
+        return CommandVerdict.FINE
     try:
         manifest = load.open_checkpoint(path, system).manifest
     except IncompleteError:
@@ -67,10 +74,10 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> Verdict:
             raise
         return latest(root, job, as_json=as_json)  # it has just been pruned, so there is a newer one
     print_json({"path": str(path), **_summary_json(manifest)})
-    return Verdict.FINE
+    return CommandVerdict.FINE
 
 
-def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = False) -> Verdict:
+def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = False) -> CommandVerdict:
     """Shows one checkpoint, one .ckpt file, or the list of checkpoints in a directory.
 
     everything: every reason of every rank why a resume is not exact; otherwise they are folded. JSON has them always.
@@ -82,7 +89,7 @@ def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = Fals
     return _inspect_all(path, as_json=as_json, everything=everything)
 
 
-def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
+def verify(path: Path, *, as_json: bool, deep: bool) -> CommandVerdict:
     """Checks one checkpoint, or all in a directory, and lists every problem."""
     results = _verified(path, deep) or _verified(path, deep)  # if all were pruned meanwhile, there are newer ones
     if not results:
@@ -116,8 +123,8 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> Verdict:
         ]
         what = "every byte" if deep else "manifests, sizes and headers"
         tables.show(f"Checked {what} in {root}", ("checkpoint", "kind", "result", ""), rows, wrap=("",))
-    worst = max((_verdict_of(found, problems) for found, problems in results), key=list(Verdict).index)
-    if isinstance(path, RemotePath) and worst is Verdict.DAMAGED:
+    worst = max((_verdict_of(found, problems) for found, problems in results), key=list(CommandVerdict).index)
+    if isinstance(path, RemotePath) and worst is CommandVerdict.DAMAGED:
         url = path.parent if is_checkpoint(path) else path
         say(f"where DIR still has such a checkpoint, `lastwords upload --verify DIR {url}` sends again what is damaged")
     return worst
@@ -144,29 +151,29 @@ def is_checkpoint(path: Path) -> bool:
     return named or system.exists(path / layout.MANIFEST_NAME)
 
 
-def _verdict_of(found: load.Found, problems: list[load.Problem]) -> Verdict:
+def _verdict_of(found: load.Found, problems: list[load.Problem]) -> CommandVerdict:
     if not problems:
-        return Verdict.FINE
-    return Verdict.UNREADABLE if found.status is load.Status.UNREADABLE else Verdict.DAMAGED
+        return CommandVerdict.FINE
+    return CommandVerdict.UNREADABLE if found.status is load.DirectoryStatus.UNREADABLE else CommandVerdict.DAMAGED
 
 
-def _worst(found: list[load.Found]) -> Verdict:
-    return max((VERDICTS[item.status] for item in found), key=list(Verdict).index)
+def _worst(found: list[load.Found]) -> CommandVerdict:
+    return max((VERDICTS[item.status] for item in found), key=list(CommandVerdict).index)
 
 
-def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") -> Verdict:
+def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") -> CommandVerdict:
     """Says that there is no checkpoint, or `why` there is none to be taken; with --json the document `empty`."""
     found = os_for([path]).leads_to_directory(path)
     say(why or (f"there is no checkpoint in {path}" if found else f"there is nothing at {path}"))
     if as_json:
         print_json(empty)
-    return Verdict.NOTHING
+    return CommandVerdict.NOTHING
 
 
 # ---------------------------------------------------------------------- inspect
 
 
-def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
+def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> CommandVerdict:
     found, kept = load.scan(root, os_for([root])), [] if isinstance(root, RemotePath) else find_unpublished(root)
     if not found and not as_json:
         _print_drilled(root)
@@ -196,8 +203,8 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> Verdict:
         tables.show(title, columns, rows, right=("step", "size"), cut=("job",), wrap=("exact", "why"))
         _print_drilled(root)
         _print_unpublished(kept)
-    if any(item.status is load.Status.COMPLETE for item in found):
-        return Verdict.FINE
+    if any(item.status is load.DirectoryStatus.COMPLETE for item in found):
+        return CommandVerdict.FINE
     return _worst(found)
 
 
@@ -227,7 +234,7 @@ def _unpublished_json(kept: list[Unpublished]) -> list[dict[str, Any]]:
     ]
 
 
-def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> Verdict:
+def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> CommandVerdict:
     verdict = VERDICTS[found.status]
     if as_json:
         content = None if found.manifest is None else json.loads(found.manifest.encode())
@@ -290,7 +297,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         console.print(tables.table("Recorded with it", ("what", "value"), facts, wrap=("value",)))
 
 
-def _inspect_file(path: Path, *, as_json: bool) -> Verdict:
+def _inspect_file(path: Path, *, as_json: bool) -> CommandVerdict:
     header = read_lone_header(path)
     specs = [spec for spec, _, _ in header.tensors.values()]
     if as_json:
@@ -305,12 +312,12 @@ def _inspect_file(path: Path, *, as_json: bool) -> Verdict:
                 ],
             }
         )
-        return Verdict.FINE
+        return CommandVerdict.FINE
     console = tables.console()
     console.print(tables.facts([("file", path), ("size", tables.size(header.file_bytes)), ("tensors", len(specs))]))
     console.print()
     console.print(_tensor_table(specs))
-    return Verdict.FINE
+    return CommandVerdict.FINE
 
 
 def _tensor_table(specs: list[TensorSpec]) -> Any:

@@ -12,7 +12,7 @@ from rich.text import Text
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.cli import tables
-from lastwords.cli.checkpoint_commands import VERDICTS, Verdict, is_checkpoint, nothing, print_json, say
+from lastwords.cli.checkpoint_commands import VERDICTS, CommandVerdict, is_checkpoint, nothing, print_json, say
 from lastwords.errors import GroupInfoError
 from lastwords.sharding.describe import may_die, ranks_text
 from lastwords.sharding.group_info import GroupInfo, read_group_info
@@ -23,7 +23,7 @@ _OWN_NAME = "group_info"
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _UnitRow:
     """A unit. holders: None where they were not recorded; writers and file (the first one's): in a checkpoint."""
 
     unit: str
@@ -48,7 +48,7 @@ class _Groups:
     source: str
     path: Path
     world_size: int
-    rows: tuple[_Row, ...]
+    rows: tuple[_UnitRow, ...]
     notes: tuple[str, ...] = ()
     ranks: Mapping[int, tuple[tuple[int, ...], Path]] = field(default_factory=dict)
     """Rank -> its redundancy group and its file; of group_info files only."""
@@ -67,7 +67,7 @@ class _Groups:
         }
 
 
-def groups(path: Path, *, as_json: bool) -> Verdict:
+def groups(path: Path, *, as_json: bool) -> CommandVerdict:
     """Shows the units of a checkpoint, of the group_info files in a directory, or of its newest checkpoint."""
     empty: dict[str, Any] = {"path": str(path), "units": []}
     if is_checkpoint(path):
@@ -80,16 +80,16 @@ def groups(path: Path, *, as_json: bool) -> Verdict:
         if contradictions:
             return _damaged(path, contradictions, as_json=as_json)
         _show(_of_files(path, sound), as_json=as_json)
-        return Verdict.FINE
+        return CommandVerdict.FINE
     checkpoints = load.scan(path) if path.is_dir() else []
-    complete = [found for found in checkpoints if found.status is load.Status.COMPLETE]
+    complete = [found for found in checkpoints if found.status is load.DirectoryStatus.COMPLETE]
     if checkpoints:
         return _of_checkpoint((complete or checkpoints)[0], as_json=as_json)
     if path.is_dir():
         say(f"there is neither a group_info file nor a checkpoint in {path}")
         if as_json:
             print_json(empty)
-        return Verdict.NOTHING
+        return CommandVerdict.NOTHING
     return nothing(path, as_json=as_json, empty=empty)
 
 
@@ -153,14 +153,16 @@ def _of_files(path: Path, found: Mapping[Path, GroupInfo]) -> _Groups:
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing and not path.is_file():
         notes.append(f"there is no group_info file of {_called(missing)} here")
-    rows = tuple(_Row(unit, units[unit]) for unit in sorted(units, key=lambda unit: (-len(units[unit]), units[unit])))
+    rows = tuple(
+        _UnitRow(unit, units[unit]) for unit in sorted(units, key=lambda unit: (-len(units[unit]), units[unit]))
+    )
     return _Groups("group_info", path, world_size, rows, (*notes, *_unprotected(rows, world_size)), ranks)
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
-def _of_checkpoint(found: load.Found, *, as_json: bool) -> Verdict:
+def _of_checkpoint(found: load.Found, *, as_json: bool) -> CommandVerdict:
     verdict = VERDICTS[found.status]
     if found.why:
         say(found.why)
@@ -171,7 +173,7 @@ def _of_checkpoint(found: load.Found, *, as_json: bool) -> Verdict:
     manifest = found.manifest
     recorded = {unit: _holders(manifest, unit) for unit in manifest.units}
     rows = tuple(
-        _Row(unit, recorded[unit], entry.writers, entry.file)
+        _UnitRow(unit, recorded[unit], entry.writers, entry.file)
         for unit, entry in sorted(manifest.units.items(), key=lambda item: (-len(recorded[item[0]] or ()), item[0]))
     )
     notes = _unprotected(rows, manifest.holders_world_size)
@@ -194,7 +196,7 @@ def _holders(manifest: Manifest, unit: str) -> tuple[int, ...] | None:
 # ---------------------------------------------------------------------- output
 
 
-def _unprotected(rows: Sequence[_Row], world_size: int) -> tuple[str, ...]:
+def _unprotected(rows: Sequence[_UnitRow], world_size: int) -> tuple[str, ...]:
     alone = [row for row in rows if row.holders is not None and len(row.holders) == 1]
     if not alone or world_size == 1:
         return ()
@@ -236,9 +238,9 @@ def _may_die(holders: Sequence[int]) -> Text:
     return tables.plain(may_die(len(holders)), "red" if len(holders) == 1 else "")
 
 
-def _damaged(path: Path, problems: Sequence[str], *, as_json: bool) -> Verdict:
+def _damaged(path: Path, problems: Sequence[str], *, as_json: bool) -> CommandVerdict:
     for problem in problems:
         say(problem)
     if as_json:
         print_json({"path": str(path), "units": [], "problems": list(problems)})
-    return Verdict.DAMAGED
+    return CommandVerdict.DAMAGED

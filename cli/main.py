@@ -275,10 +275,10 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
     else:
         verdict = commands.verify(arguments.path, as_json=arguments.json, deep=not arguments.quick)
     return {
-        commands.Verdict.FINE: ExitCode.OK,
-        commands.Verdict.NOTHING: ExitCode.NOTHING_FOUND,
-        commands.Verdict.DAMAGED: ExitCode.DAMAGED,
-        commands.Verdict.UNREADABLE: ExitCode.STORAGE,
+        commands.CommandVerdict.FINE: ExitCode.OK,
+        commands.CommandVerdict.NOTHING: ExitCode.NOTHING_FOUND,
+        commands.CommandVerdict.DAMAGED: ExitCode.DAMAGED,
+        commands.CommandVerdict.UNREADABLE: ExitCode.STORAGE,
     }[verdict]
 
 

@@ -25,7 +25,7 @@ from lastwords.checkpoint.retention import VerifiedOnce
 from lastwords.checkpoint.system import Os
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import tables
-from lastwords.cli.checkpoint_commands import Verdict
+from lastwords.cli.checkpoint_commands import CommandVerdict
 from lastwords.errors import CheckpointError, ConfigError, IncompleteError, StorageError
 from lastwords.integrations.bars import bar_of, bars
 
@@ -50,7 +50,7 @@ def add_parsers(add: Add) -> None:
     prune.add_argument("--dry-run", action="store_true", help="remove nothing; show what would go")
 
 
-def listed(root: Path, *, as_json: bool) -> Verdict:
+def listed(root: Path, *, as_json: bool) -> CommandVerdict:
     """Prints every checkpoint in `root`, newest first."""
     found = load.scan(root, os_for([root]))
     if not found:
@@ -62,13 +62,15 @@ def listed(root: Path, *, as_json: bool) -> Verdict:
         columns = ("checkpoint", "step", "kind", "size", "age", "complete", "exact", "job")
         rows = [_row(one, now_ns) for one in found]
         tables.show(f"Checkpoints in {root}", columns, rows, right=("step", "size", "age"), cut=("job",))
-    if any(one.status is load.Status.COMPLETE for one in found):
-        return Verdict.FINE
-    return max((commands.VERDICTS[one.status] for one in found), key=list(Verdict).index)
+    if any(one.status is load.DirectoryStatus.COMPLETE for one in found):
+        return CommandVerdict.FINE
+    return max((commands.VERDICTS[one.status] for one in found), key=list(CommandVerdict).index)
 
 
 def _row(one: load.Found, now_ns: int) -> tuple[object, ...]:
-    complete = Text("yes", "green") if one.status is load.Status.COMPLETE else Text(f"no: {one.status.value}", "red")
+    complete = (
+        Text("yes", "green") if one.status is load.DirectoryStatus.COMPLETE else Text(f"no: {one.status.value}", "red")
+    )
     said = one.manifest
     if said is None:
         return (one.path.name, "", "", "", "", complete, "", "")
@@ -80,7 +82,11 @@ def _row(one: load.Found, now_ns: int) -> tuple[object, ...]:
 
 def _json(one: load.Found, now_ns: int) -> dict[str, Any]:
     said = one.manifest
-    about: dict[str, Any] = {"path": str(one.path), "complete": one.status is load.Status.COMPLETE, "why": one.why}
+    about: dict[str, Any] = {
+        "path": str(one.path),
+        "complete": one.status is load.DirectoryStatus.COMPLETE,
+        "why": one.why,
+    }
     if said is not None:
         about |= {
             "global_step": said.global_step,
@@ -120,7 +126,7 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     if strange:
         commands.say(strange)
     if arguments.dry_run:
-        outcomes = [retention.Outcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
+        outcomes = [retention.RemovalOutcome(one.path, one.said) for made in plans for one in reversed(made.remove)]
     else:
         if not isinstance(root, RemotePath):
             retention.finish([root])
@@ -168,7 +174,7 @@ def _not_there(root: Path, jobs: list[str], system: Os) -> str:
 
 
 def _print_outcomes(
-    root: Path, outcomes: list[retention.Outcome], kept: list[retention.Whole], *, dry_run: bool
+    root: Path, outcomes: list[retention.RemovalOutcome], kept: list[retention.CompleteCheckpoint], *, dry_run: bool
 ) -> None:
     rows = [
         (one.path.name, one.said.global_step, one.said.kind.value, one.said.job) for one in outcomes if one.left is None
@@ -184,7 +190,11 @@ def _print_outcomes(
 
 
 def _outcomes_json(
-    outcomes: list[retention.Outcome], kept: list[retention.Whole], others: list[str], *, dry_run: bool
+    outcomes: list[retention.RemovalOutcome],
+    kept: list[retention.CompleteCheckpoint],
+    others: list[str],
+    *,
+    dry_run: bool,
 ) -> dict[str, Any]:
     def one_json(path: Path, said: Any) -> dict[str, Any]:
         return {"path": str(path), "kind": said.kind.value, **dataclasses.asdict(said)}
@@ -224,7 +234,7 @@ def add_parser(add: Add) -> None:
     upload.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def upload(arguments: argparse.Namespace) -> Verdict:
+def upload(arguments: argparse.Namespace) -> CommandVerdict:
     """Uploads, and prints what has been uploaded now. Raises StorageError if the store refuses."""
     root: Path = arguments.path
     to: RemotePath = arguments.url
@@ -238,7 +248,7 @@ def upload(arguments: argparse.Namespace) -> Verdict:
             os.setpriority(os.PRIO_PROCESS, 0, _NICE)
         uploader = Uploader(roots, to, arguments.job)
         everything = follow(uploader.upload_missing, wait_on(sys.stdin.fileno()))
-        return Verdict.FINE if everything else Verdict.UNREADABLE
+        return CommandVerdict.FINE if everything else CommandVerdict.UNREADABLE
     if not root.is_dir():
         return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []})
     with bars() as tell:
@@ -250,4 +260,4 @@ def upload(arguments: argparse.Namespace) -> Verdict:
     else:
         for one in uploaded:
             print(f"{to / one.name}")
-    return Verdict.FINE
+    return CommandVerdict.FINE

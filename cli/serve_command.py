@@ -18,7 +18,7 @@ def serve(arguments: argparse.Namespace) -> None:
     host, port = split_address(arguments.http)
     try:
         from lastwords.page.server import serve, token_in
-        from lastwords.page.watch import Watch
+        from lastwords.page.watch import JobWatch
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("lastwords"):
             raise
@@ -26,7 +26,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if root is not None:
         _look_into(root)
     token = None if arguments.token_file is None else token_in(arguments.token_file)
-    serve(Watch(root and root.absolute(), arguments.controller), host, port, token)
+    serve(JobWatch(root and root.absolute(), arguments.controller), host, port, token)
 
 
 def _look_into(root: Path) -> None:

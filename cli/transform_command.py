@@ -13,7 +13,7 @@ from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import print_json, say
 from lastwords.errors import ConfigError
 from lastwords.integrations.bars import rank_bars
-from lastwords.integrations.transform import Outcome, prepared, transform
+from lastwords.integrations.transform import TransformOutcome, prepared, transform
 
 WHOLE = "whole"
 RANKS_MISSING = 1
@@ -148,6 +148,6 @@ def ranks_of(text: str) -> list[int]:
     return sorted(found)
 
 
-def _listed(done: Outcome) -> str:
+def _listed(done: TransformOutcome) -> str:
     shown = tables.numbers(done.missing[:_LISTED_MAX])
     return shown + (", ..." if len(done.missing) > _LISTED_MAX else "")

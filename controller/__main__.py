@@ -30,7 +30,7 @@ from lastwords import descriptors, log_lines, threads
 from lastwords.controller import handover, takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Remember
-from lastwords.controller.handover import TOKEN_VARIABLE, ControllerSpec, Owner, StateFile
+from lastwords.controller.handover import TOKEN_VARIABLE, ControllerSpec, StateFile, StateOwner
 from lastwords.controller.server import ControllerShell, listen
 from lastwords.errors import BusyError, ConfigError, LastWordsError
 from lastwords.liveness import paths, process_id
@@ -94,7 +94,7 @@ def _pipe(name: str) -> int:
     return fd
 
 
-def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, Owner, Remember | None]:
+def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, str, StateOwner, Remember | None]:
     """What this process serves, in the place of another one if `argument` is the state file of that."""
     if argument.startswith("/"):
         kept = takeover.follow(Path(argument), by_hand=by_hand)
@@ -109,7 +109,7 @@ def _begin(argument: str, token: str, by_hand: bool) -> tuple[ControllerSpec, st
 
 
 async def _serve(
-    spec: ControllerSpec, token: str, owner: Owner, before: Remember | None, ready: Callable[[int], None]
+    spec: ControllerSpec, token: str, owner: StateOwner, before: Remember | None, ready: Callable[[int], None]
 ) -> None:
     server, spec = listen(spec)
     state_file = StateFile(paths.state_path(spec.job, spec.generation, spec.nonce), owner, spec, token)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from lastwords.controller.events import INFO, ControllerOptions, Effect, Log, Send, State
+from lastwords.controller.events import INFO, ControllerOptions, Effect, JobStage, Send
 from lastwords.controller.membership import Life, Member, Membership
+from lastwords.core_events import Log
 from lastwords.vocabulary import ExitKind, Notice, Order
 
 # The time that a platform leaves between a signal and SIGKILL, and how the waits of an incident are cut to fit. Pure.
@@ -59,12 +60,12 @@ def in_a_hurry(options: ControllerOptions) -> ControllerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class IncidentResumed:
     """A false alarm: everybody trains on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class IncidentEnded:
     """Everybody leaves."""
 
     kind: ExitKind
@@ -73,7 +74,7 @@ class Ended:
     reason: str
 
 
-Verdict = Resumed | Ended
+Verdict = IncidentResumed | IncidentEnded
 """How an incident ends."""
 
 
@@ -132,7 +133,7 @@ class JobContext:
         self.generation = generation
         self.members = Membership(world_size, generation)
         self.timers = Timers()
-        self.state = State.REGISTERING
+        self.state = JobStage.REGISTERING
         self.now_s = 0.0
         self.certain = False
         self._unhurried = options

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
-from lastwords.controller.context import Ended, JobContext, Resumed
+from lastwords.controller.context import IncidentEnded, IncidentResumed, JobContext
 from lastwords.controller.events import (
     INFO,
     WARNING,
@@ -35,8 +35,8 @@ from lastwords.controller.events import (
     EndKnown,
     Event,
     FromRank,
-    Keep,
-    Log,
+    JobStage,
+    KeepParts,
     NewestKnown,
     Outcome,
     Published,
@@ -45,26 +45,25 @@ from lastwords.controller.events import (
     Reply,
     SessionClosed,
     StartPublish,
-    State,
     StorageEvent,
-    Tick,
     Watched,
 )
 from lastwords.controller.incident import TIMERS, Incident
 from lastwords.controller.loop import Closing, HangWatch, LoopWatch, Stragglers, Strayed
 from lastwords.controller.membership import (
     CERTAIN,
-    Gone,
+    GoneRank,
+    JobMemory,
     Life,
     Member,
     Membership,
-    Memory,
     Registered,
     death_text,
     suspicion_text,
 )
 from lastwords.controller.periodic import Periodic
 from lastwords.controller.words import ranks_text
+from lastwords.core_events import Log, Tick
 from lastwords.vocabulary import (
     PERIODIC,
     DeathSource,
@@ -98,7 +97,7 @@ class Core(Protocol):
     """What the shell needs of a core (`controller.core.ControllerCore`)."""
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> JobStage: ...
 
     @property
     def deadline_s(self) -> float | None: ...
@@ -143,7 +142,7 @@ class JobState:
         self._started = False
 
     @property
-    def state(self) -> State:
+    def state(self) -> JobStage:
         """Where the job stands."""
         return self._context.state
 
@@ -186,7 +185,7 @@ class JobState:
         wanted, pace_s = self._periodic.wanted, self._hang.kept_pace_s
         if self._succession.may_wait(effects, self._incident, wanted=wanted, pace_s=pace_s):
             return effects
-        numbers = Memory(
+        numbers = JobMemory(
             incident=self._incident_number,
             resumed=self._incident_resumed,
             periodic=self._periodic.newest,
@@ -200,9 +199,10 @@ class JobState:
 
 # A controller that was killed is followed by another one: what is kept for it, and how it begins.
 #
-# It knows what `Memory` says and what the ranks repeat. An incident that was open and might have been a false alarm is
-# one: whoever still is in doubt will be again. Any other begins anew, with a number of its own, so that nothing of the
-# old one counts any more; only a checkpoint that was verified, and lacked no more than its name, is published first.
+# It knows what `JobMemory` says and what the ranks repeat. An incident that was open and might have been a false alarm
+# is one: whoever still is in doubt will be again. Any other begins anew, with a number of its own, so that nothing of
+# the old one counts any more; only a checkpoint that was verified, and lacked no more than its name, is published
+# first.
 
 
 class Succession:
@@ -223,7 +223,7 @@ class Succession:
             self._attempts, self._publishing = before.memory.attempts, before.memory.publishing
             self._recall_members(before.memory)
 
-    def _recall_members(self, memory: Memory) -> None:
+    def _recall_members(self, memory: JobMemory) -> None:
         members = self._context.members
         start = Stand(Phase.COMPUTING, memory.base_step)
         for rank, known in enumerate(self._members):
@@ -272,7 +272,7 @@ class Succession:
         if isinstance(event, Published):
             if incident.verdict is None:
                 incident.saving.discard_all()
-                incident.verdict = Ended(ExitKind.SAVED, order.step, event.path, incident.words())
+                incident.verdict = IncidentEnded(ExitKind.SAVED, order.step, event.path, incident.words())
         elif isinstance(event, PublishFailed):
             self._publishing = None
             self._context.log(
@@ -285,13 +285,13 @@ class Succession:
             if saved:
                 self._context.emit(left)
             else:
-                self._context.emit(Keep(left.incident, left.attempt, left.step, left.target))
+                self._context.emit(KeepParts(left.incident, left.attempt, left.step, left.target))
         self._attempts, self._publishing = (), None
 
     # ------------------------------------------------------------------ for the next one
 
     def may_wait(self, effects: Sequence[Effect], incident: Incident | None, *, wanted: bool, pace_s: float) -> bool:
-        """Whether these effects do nothing that the next controller would have to know of. The rest: see `Memory`.
+        """Whether these effects do nothing that the next controller would have to know of. The rest: see `JobMemory`.
 
         The successor reopens a certain incident and detects its dead ranks itself, so single deaths need not be
         persisted: a thousand deaths at once are written once, before what is done about them.
@@ -305,7 +305,7 @@ class Succession:
             return False
         return all(isinstance(effect, Log) for effect in effects)
 
-    def remember(self, known: Memory, incident: Incident | None) -> Remember | None:
+    def remember(self, known: JobMemory, incident: Incident | None) -> Remember | None:
         """What has to be kept before the effects of an event are carried out; None if that is kept already.
 
         known: what the core knows of it; the rest is found here.
@@ -317,7 +317,7 @@ class Succession:
         dead = (members.members[rank] for rank in sorted(members.dead))
         memory = replace(
             known,
-            gone=tuple(Gone(one.rank, one.source or DeathSource.STREAM, one.left) for one in dead),
+            gone=tuple(GoneRank(one.rank, one.source or DeathSource.STREAM, one.left) for one in dead),
             base_step=members.base_step,
             loop=members.loop,
             certain=incident is not None and self._context.certain,
@@ -336,7 +336,7 @@ class Succession:
 
 __all__ = ["ControllerCore", "ControllerOptions"]
 
-_ENDING: Final = frozenset((State.EXITING, State.RELEASING, State.REFUSING))
+_ENDING: Final = frozenset((JobStage.EXITING, JobStage.RELEASING, JobStage.REFUSING))
 """Everybody has been told to go; nothing is protected any more."""
 
 
@@ -397,7 +397,7 @@ class ControllerCore(JobState):
         if not self._members.complete:
             self._timers.set("start", context.now_s + context.options.start_timeout_s)
         else:
-            context.state = State.WATCHING
+            context.state = JobStage.WATCHING
             self._succession.begin()
         if before is None:
             return
@@ -436,7 +436,7 @@ class ControllerCore(JobState):
             self._stragglers.on_timer()
         elif name == "suspects":
             self._confirm_suspects()
-        elif self._context.state is State.REGISTERING:
+        elif self._context.state is JobStage.REGISTERING:
             missing = ranks_text(self._members.missing_ranks)
             text = f"{missing} did not register within {self._context.options.start_timeout_s:g} s"
             self._closing.refuse_all(
@@ -560,8 +560,8 @@ class ControllerCore(JobState):
 
     def _welcome_all(self) -> None:
         self._timers.clear("start")
-        if self._context.state is State.REGISTERING:
-            self._context.state = State.WATCHING
+        if self._context.state is JobStage.REGISTERING:
+            self._context.state = JobStage.WATCHING
         self._context.log(INFO, f"all {self._members.world_size} ranks are registered")
         self._context.send_all(self._welcome())
 
@@ -671,15 +671,15 @@ class ControllerCore(JobState):
             self._timers.clear(*TIMERS)
             self._incident = None
             match incident.verdict:
-                case Resumed():
+                case IncidentResumed():
                     self._resume_all(incident.number)
-                case Ended() as verdict:
+                case IncidentEnded() as verdict:
                     self._succession.clear_up(saved=verdict.kind is ExitKind.SAVED)
                     self._closing.exit_all(incident, verdict)
 
     def _resume_all(self, number: int) -> None:
         self._incident_resumed = number
-        self._context.state = State.WATCHING if self._members.complete else State.REGISTERING
+        self._context.state = JobStage.WATCHING if self._members.complete else JobStage.REGISTERING
         if not self._members.complete:
             self._timers.set("start", self._context.now_s + self._context.options.start_timeout_s)
         self._context.log(INFO, f"incident {number}: false alarm, every rank continues")

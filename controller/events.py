@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lastwords.core_events import Log, Tick
 from lastwords.vocabulary import DeathSource, Order, Report
 
 if TYPE_CHECKING:
-    from lastwords.controller.membership import Memory, Registered
+    from lastwords.controller.membership import JobMemory, Registered
 
 INFO = 20
 WARNING = 30
@@ -81,7 +82,7 @@ class ControllerOptions:
     has_fallback_target: bool = False
 
 
-class State(enum.Enum):
+class JobStage(enum.Enum):
     """Where the job stands, as the controller sees it; SETTLING to PUBLISHING are the stages of an incident."""
 
     REGISTERING = "registering"
@@ -97,18 +98,20 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
-NEXT_STATES: Mapping[State, frozenset[State]] = {
-    State.REGISTERING: frozenset((State.WATCHING, State.SETTLING, State.REFUSING)),
-    State.WATCHING: frozenset((State.SETTLING, State.RELEASING, State.REFUSING)),
-    State.SETTLING: frozenset((State.REGISTERING, State.WATCHING, State.PROCEEDING, State.SAVING, State.EXITING)),
-    State.PROCEEDING: frozenset((State.SETTLING, State.SAVING, State.EXITING)),
-    State.SAVING: frozenset((State.SETTLING, State.VERIFYING, State.EXITING)),
-    State.VERIFYING: frozenset((State.SETTLING, State.PUBLISHING, State.EXITING)),
-    State.PUBLISHING: frozenset((State.SETTLING, State.EXITING)),
-    State.EXITING: frozenset((State.STOPPED,)),
-    State.RELEASING: frozenset((State.STOPPED,)),
-    State.REFUSING: frozenset((State.STOPPED,)),
-    State.STOPPED: frozenset(),
+NEXT_STATES: Mapping[JobStage, frozenset[JobStage]] = {
+    JobStage.REGISTERING: frozenset((JobStage.WATCHING, JobStage.SETTLING, JobStage.REFUSING)),
+    JobStage.WATCHING: frozenset((JobStage.SETTLING, JobStage.RELEASING, JobStage.REFUSING)),
+    JobStage.SETTLING: frozenset(
+        (JobStage.REGISTERING, JobStage.WATCHING, JobStage.PROCEEDING, JobStage.SAVING, JobStage.EXITING)
+    ),
+    JobStage.PROCEEDING: frozenset((JobStage.SETTLING, JobStage.SAVING, JobStage.EXITING)),
+    JobStage.SAVING: frozenset((JobStage.SETTLING, JobStage.VERIFYING, JobStage.EXITING)),
+    JobStage.VERIFYING: frozenset((JobStage.SETTLING, JobStage.PUBLISHING, JobStage.EXITING)),
+    JobStage.PUBLISHING: frozenset((JobStage.SETTLING, JobStage.EXITING)),
+    JobStage.EXITING: frozenset((JobStage.STOPPED,)),
+    JobStage.RELEASING: frozenset((JobStage.STOPPED,)),
+    JobStage.REFUSING: frozenset((JobStage.STOPPED,)),
+    JobStage.STOPPED: frozenset(),
 }
 """Where each state can lead. Only SETTLING leads back to training, and only before anything has been chosen; SAVING
 and VERIFYING lead to EXITING only if a publication that had been given up succeeds after all."""
@@ -245,11 +248,6 @@ class NewestKnown:
     own: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; wanted at the latest at `ControllerCore.deadline_s`, harmless at any time."""
-
-
 StorageEvent = StorageProgress | Verified | VerifyFailed | VerifyBlocked | Published | PublishFailed
 """About one attempt's files."""
 
@@ -344,7 +342,7 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepParts:
     """Nothing was published, and finished parts lie in the directory of this attempt: keep it for a human.
 
     It gets a name that no later start of the job removes, and the log says which. No answer.
@@ -379,22 +377,26 @@ class Remember:
     """
 
     members: tuple[Registered, ...]
-    memory: Memory
+    memory: JobMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
-    """One line for an operator. `level` as in `logging`."""
-
-    level: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
+class EndController:
     """The controller's work is done; end the process."""
 
     reason: str
 
 
-Effect = Send | Reply | StartVerify | StartPublish | Discard | Keep | LookForNewest | Prune | Remember | Log | Stop
+Effect = (
+    Send
+    | Reply
+    | StartVerify
+    | StartPublish
+    | Discard
+    | KeepParts
+    | LookForNewest
+    | Prune
+    | Remember
+    | Log
+    | EndController
+)

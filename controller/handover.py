@@ -31,7 +31,7 @@ from lastwords import clock
 from lastwords.checkpoint import starts
 from lastwords.checkpoint.codec import from_json
 from lastwords.controller.events import ControllerOptions, Remember
-from lastwords.controller.membership import Memory, Registered
+from lastwords.controller.membership import JobMemory, Registered
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
 
@@ -469,7 +469,7 @@ STATE_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class StateOwner:
     """The process that serves, or did. `begun_mono_s`: when it began, and when those before it did, newest last."""
 
     pid: int
@@ -487,11 +487,11 @@ class KeptState:
     """The file's content: how the controller was started, and what it remembered last."""
 
     version: int
-    owner: Owner
+    owner: StateOwner
     spec: ControllerSpec
     token: str
     members: tuple[Registered, ...]
-    memory: Memory
+    memory: JobMemory
 
     @property
     def remembered(self) -> Remember:
@@ -500,15 +500,15 @@ class KeptState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _StateDocument:
     """The same on its way out; the members never change once they are there."""
 
     version: int
-    owner: Owner
+    owner: StateOwner
     spec: ControllerSpec
     token: str
     members: msgspec.Raw
-    memory: Memory
+    memory: JobMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,13 +518,13 @@ class _OfAnyVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    owner: Owner
+    owner: StateOwner
 
 
 class StateFile:
     """The file of the controller that serves. One thread."""
 
-    def __init__(self, path: Path, owner: Owner, spec: ControllerSpec, token: str) -> None:
+    def __init__(self, path: Path, owner: StateOwner, spec: ControllerSpec, token: str) -> None:
         self.path = path
         self._facts = (VERSION, owner, spec, token)
         self._members: tuple[tuple[Registered, ...], msgspec.Raw] | None = None
@@ -534,7 +534,7 @@ class StateFile:
         """Keep this. What cannot be written is said once, and an older content does not stay: it would be wrong."""
         if self._members is None or self._members[0] is not remembered.members:
             self._members = remembered.members, msgspec.Raw(msgspec.json.encode(remembered.members))
-        content = _Written(*self._facts, self._members[1], remembered.memory)
+        content = _StateDocument(*self._facts, self._members[1], remembered.memory)
         try:
             raw = msgspec.json.encode(content, enc_hook=str)
             with paths.replacing(self.path) as fd:
@@ -582,7 +582,7 @@ def read(path: Path) -> KeptState:
     return kept
 
 
-def owner(path: Path) -> Owner | None:
+def owner(path: Path) -> StateOwner | None:
     """Whose file it is; None if there is none, or nobody can tell.
 
     Raises UnavailableError where the system is short of something: then nobody can tell yet.

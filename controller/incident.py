@@ -1,7 +1,7 @@
 """One incident, from the first suspicion to a verdict: freeze, settle, select, save, verify, publish.
 
 The core feeds it what concerns it and looks at `verdict` after each event. It never looks back: once ranks have been
-told what to write (`selected`), there is no way to `Resumed` any more.
+told what to write (`selected`), there is no way to `IncidentResumed` any more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from lastwords.controller.context import SIGINT, Ended, JobContext, Resumed, Verdict
+from lastwords.controller.context import SIGINT, IncidentEnded, IncidentResumed, JobContext, Verdict
 from lastwords.controller.events import (
     ERROR,
     INFO,
@@ -17,11 +17,11 @@ from lastwords.controller.events import (
     RESEND_INTERVAL_MAX_S,
     RESEND_INTERVAL_S,
     WARNING,
+    JobStage,
     LookForNewest,
     NewestKnown,
     Published,
     PublishFailed,
-    State,
     StorageEvent,
     StorageProgress,
     Verified,
@@ -248,11 +248,11 @@ class GracePeriod:
         """What could not be done in time. awaited: ranks that have not settled."""
         saving = self._saving
         match self._context.state:
-            case State.SAVING:
+            case JobStage.SAVING:
                 what = f"{ranks_text(saving.writing)} had not finished writing step {saving.step}"
-            case State.VERIFYING:
+            case JobStage.VERIFYING:
                 what = f"the files of step {saving.step} were being verified"
-            case State.PUBLISHING:
+            case JobStage.PUBLISHING:
                 what = f"step {saving.step} was about to get its final name; `lastwords latest` says whether it has"
             case _:
                 what = f"{ranks_text(awaited)} had not stopped" if awaited else saving.storage_reason
@@ -306,7 +306,7 @@ class IncidentState:
         context, members = self._context, self._context.members
         silent = members.suspects - self.excluded.keys()
         awaited = self._awaited_ranks
-        if not awaited or context.state not in (State.SETTLING, State.PROCEEDING):
+        if not awaited or context.state not in (JobStage.SETTLING, JobStage.PROCEEDING):
             return
         who = first_texts(
             (f"rank {rank} (process {members.members[rank].process.pid})" for rank in sorted(awaited)), ", "
@@ -323,7 +323,7 @@ class Incident(IncidentState):
 
     def open(self, words: str) -> None:
         """Freeze everybody. Call it when the cause has been noted."""
-        self._context.state = State.SETTLING
+        self._context.state = JobStage.SETTLING
         self.opened = True
         self._first_words = words
         self._context.log(WARNING, f"incident {self.number}: {self.words()}; every rank is ordered to stop")
@@ -438,12 +438,16 @@ class Incident(IncidentState):
 
     def advance(self) -> None:
         """Go on to the choice, or back to training, if nothing is waited for any more."""
-        if not self.opened or self.verdict is not None or self._context.state not in (State.SETTLING, State.PROCEEDING):
+        if (
+            not self.opened
+            or self.verdict is not None
+            or self._context.state not in (JobStage.SETTLING, JobStage.PROCEEDING)
+        ):
             return
         if any(rank not in self.excluded for rank in self._context.members.suspects):
             return
         if not self._context.certain:
-            self.verdict = Resumed()
+            self.verdict = IncidentResumed()
         elif not self._unsettled and not self._proceeding:
             self._select()
 
@@ -506,7 +510,7 @@ class Incident(IncidentState):
             self._told = decision.reason
             context.log(INFO, f"incident {self.number}: {decision.reason}")
         if decision.proceed:
-            context.state = State.PROCEEDING
+            context.state = JobStage.PROCEEDING
             self._proceed_step = decision.step
             deadline_s = context.now_s + context.options.settle_timeout_s
             for rank in decision.proceed:
@@ -515,7 +519,7 @@ class Incident(IncidentState):
             context.timers.set("proceed", deadline_s)
             self._arm_resend()
             return
-        context.state = State.SAVING
+        context.state = JobStage.SAVING
         self.saving.begin(decision, decision.reason)
         self._arm_resend()
         self._verify_if_written()
@@ -550,13 +554,13 @@ class Incident(IncidentState):
         self._choose_again()
 
     def _choose_again(self) -> None:
-        self._context.state = State.PROCEEDING if self._proceeding else State.SETTLING
+        self._context.state = JobStage.PROCEEDING if self._proceeding else JobStage.SETTLING
         self._await(set())
         self.advance()
 
     def _verify_if_written(self) -> None:
-        if self._context.state is State.SAVING and not self.saving.writing:
-            self._context.state = State.VERIFYING
+        if self._context.state is JobStage.SAVING and not self.saving.writing:
+            self._context.state = JobStage.VERIFYING
             self.saving.start_verify()
             self._await_storage()
 
@@ -575,15 +579,15 @@ class Incident(IncidentState):
         match event:
             case Published(attempt=attempt, path=path):
                 self._on_published(attempt, path)
-            case StorageProgress() if state in (State.VERIFYING, State.PUBLISHING):
+            case StorageProgress() if state in (JobStage.VERIFYING, JobStage.PUBLISHING):
                 self._await_storage()
-            case Verified() if state is State.VERIFYING:
+            case Verified() if state is JobStage.VERIFYING:
                 self._publish()
-            case VerifyFailed(problems=problems) if state is State.VERIFYING:
+            case VerifyFailed(problems=problems) if state is JobStage.VERIFYING:
                 self._reject(problems)
-            case VerifyBlocked(reason=reason) if state is State.VERIFYING:
+            case VerifyBlocked(reason=reason) if state is JobStage.VERIFYING:
                 self._on_blocked(f"the files could not be read back: {reason}")
-            case PublishFailed(reason=reason) if state is State.PUBLISHING:
+            case PublishFailed(reason=reason) if state is JobStage.PUBLISHING:
                 self._on_blocked(f"the checkpoint is complete but could not be renamed to its final name: {reason}")
 
     def _on_blocked(self, words: str) -> None:
@@ -593,7 +597,7 @@ class Incident(IncidentState):
             self._give_up_target(words)
 
     def _publish(self) -> None:
-        self._context.state = State.PUBLISHING
+        self._context.state = JobStage.PUBLISHING
         self._await_storage()
         self.saving.start_publish(self.words(), self.causes.ranks)
 
@@ -607,7 +611,9 @@ class Incident(IncidentState):
         if self.verdict is None and self.saving.was_publishing(attempt):  # perhaps late, but there it is
             step = self.saving.published_step(attempt)
             self.saving.discard_all(published_attempt=attempt)
-            self.verdict = Ended(ExitKind.SAVED, step, path, "; ".join(filter(None, (self.words(), self._again(step)))))
+            self.verdict = IncidentEnded(
+                ExitKind.SAVED, step, path, "; ".join(filter(None, (self.words(), self._again(step))))
+            )
 
     def _again(self, step: int) -> str:
         """Which step that a survivor has ended is computed again, for people."""
@@ -622,7 +628,7 @@ class Incident(IncidentState):
         self._choose_again()
 
     def _end(self, kind: ExitKind, reason: str) -> None:
-        self.verdict = Ended(kind, 0, "", "; ".join(filter(None, (reason, self.saving.keep_finished()))))
+        self.verdict = IncidentEnded(kind, 0, "", "; ".join(filter(None, (reason, self.saving.keep_finished()))))
 
     # ------------------------------------------------------------------ time
 
@@ -630,7 +636,7 @@ class Incident(IncidentState):
         """One of this incident's timers is due."""
         within = f"within {self._context.options.settle_timeout_s:g} s"
         match name:
-            case "settle" if self._context.certain and self._context.state in (State.SETTLING, State.PROCEEDING):
+            case "settle" if self._context.certain and self._context.state in (JobStage.SETTLING, JobStage.PROCEEDING):
                 late = {rank for rank, at_s in self._late.items() if at_s > self._context.now_s} & self._unsettled
                 overdue = (self._unsettled | (self._context.members.suspects - self.excluded.keys())) - late
                 if self._have_more_time(name, overdue):
@@ -655,7 +661,7 @@ class Incident(IncidentState):
             case "newest":
                 self.advance()
             case "storage":
-                what = "verification" if self._context.state is State.VERIFYING else "publication"
+                what = "verification" if self._context.state is JobStage.VERIFYING else "publication"
                 self._give_up_target(f"the {what} made no progress for {self._context.options.storage_timeout_s:g} s")
             case "grace":
                 self._end_unsaved(self.words(), self._grace_period.missing_text(self._awaited_ranks))
@@ -681,7 +687,7 @@ class Incident(IncidentState):
             self._choose_again()
 
     def _try_again(self) -> None:
-        if self._context.state in (State.VERIFYING, State.PUBLISHING):
+        if self._context.state in (JobStage.VERIFYING, JobStage.PUBLISHING):
             self._await_storage()
             self.saving.order_files_again()
             return

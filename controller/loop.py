@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lastwords.controller.context import Ended, JobContext
+from lastwords.controller.context import IncidentEnded, JobContext
 from lastwords.controller.events import (
     ERROR,
     INFO,
     RESEND_INTERVAL_MAX_S,
     RESEND_INTERVAL_S,
     WARNING,
+    EndController,
+    JobStage,
     Outcome,
     OutcomeKind,
     Reply,
     Send,
-    State,
-    Stop,
 )
 from lastwords.controller.incident import Incident
 from lastwords.controller.membership import Life, Member, death_text
@@ -62,11 +62,11 @@ class Closing:
     @property
     def stopped(self) -> bool:
         """True once there is nothing left to do."""
-        return self._context.state is State.STOPPED
+        return self._context.state is JobStage.STOPPED
 
     # ------------------------------------------------------------------ three ways to end
 
-    def exit_all(self, incident: Incident, verdict: Ended) -> None:
+    def exit_all(self, incident: Incident, verdict: IncidentEnded) -> None:
         """An incident is over."""
         kind, reason, causes = verdict.kind, verdict.reason, incident.causes.ranks
         what = f"step {verdict.step} is in {verdict.path}" if kind is ExitKind.SAVED else _OUTCOME_KINDS[kind].value
@@ -91,13 +91,13 @@ class Closing:
         self.outcome, self._causes = outcome, frozenset(causes)
         match outcome.kind:
             case OutcomeKind.RELEASED:
-                context.state, self.farewell = State.RELEASING, Release(context.generation)
+                context.state, self.farewell = JobStage.RELEASING, Release(context.generation)
             case OutcomeKind.REFUSED:
-                context.state, self.farewell = State.REFUSING, Refused(context.generation, outcome.reason)
+                context.state, self.farewell = JobStage.REFUSING, Refused(context.generation, outcome.reason)
             case kind:
                 facts = (outcome.step, outcome.path, outcome.reason, causes[:NAMED_RANKS_MAX])
                 exit_kind = next(one for one, other in _OUTCOME_KINDS.items() if other is kind)
-                context.state, self.farewell = State.EXITING, Exit(context.generation, incident, exit_kind, *facts)
+                context.state, self.farewell = JobStage.EXITING, Exit(context.generation, incident, exit_kind, *facts)
         context.timers.clear("start", "loop", "leave", "begin_notice", "leave_notice")
         context.be_certain()
         context.timers.set("exit", context.now_s + context.options.exit_timeout_s)
@@ -140,7 +140,7 @@ class Closing:
 
     def stop_if_empty(self) -> None:
         """Stop once every process has gone or is known to have ended."""
-        if self.farewell is not None and self._context.state is not State.STOPPED and not self._lingering():
+        if self.farewell is not None and self._context.state is not JobStage.STOPPED and not self._lingering():
             self._stop("the job has ended and every rank has deregistered")
 
     def tell_stranger(self, rank: int) -> None:
@@ -157,9 +157,9 @@ class Closing:
         return bool(members.living) or len(members.members) + len(self._told_strangers) < members.world_size
 
     def _stop(self, reason: str) -> None:
-        self._context.state = State.STOPPED
+        self._context.state = JobStage.STOPPED
         self._context.timers.clear_all()
-        self._context.emit(Stop(reason))
+        self._context.emit(EndController(reason))
 
 
 BEGIN_NOTICE_S = 10.0
@@ -201,7 +201,7 @@ class LoopWatch:
     def check_begin(self) -> None:
         """Let the loop begin once all ranks want the same."""
         context, members = self._context, self._context.members
-        if context.state is not State.WATCHING or not members.anyone_waits:
+        if context.state is not JobStage.WATCHING or not members.anyone_waits:
             return
         context.timers.start("loop", context.now_s + context.options.start_timeout_s)
         if "begin_notice" not in self._told:
@@ -225,7 +225,7 @@ class LoopWatch:
         Nothing is to be saved then that the user's code is not saving itself.
         """
         members = self._context.members
-        return self._context.state is State.WATCHING and members.members[rank].left is not None and members.finishing
+        return self._context.state is JobStage.WATCHING and members.members[rank].left is not None and members.finishing
 
     def lets_go(self, rank: int, source: DeathSource) -> bool:
         """A rank has died; True if that is no incident as long as all are done."""
@@ -242,7 +242,7 @@ class LoopWatch:
     def check_left(self) -> Strayed | None:
         """Release everybody once all have left at the same step."""
         members = self._context.members
-        if self._context.state is not State.WATCHING or not members.anyone_left:
+        if self._context.state is not JobStage.WATCHING or not members.anyone_left:
             return None
         if not members.everyone_left:
             self._arm_leave()
@@ -267,7 +267,7 @@ class LoopWatch:
         member.stand = member.streamed = report.stand
         member.waits_at = report.waits_at
         members = self._context.members
-        if self._context.state is not State.WATCHING or not members.anyone_left or members.everyone_left:
+        if self._context.state is not JobStage.WATCHING or not members.anyone_left or members.everyone_left:
             return []  # those who have all left wait for a checkpoint at most
         self._arm_leave()
         if not self._let_go or members.finishing:
@@ -293,7 +293,7 @@ class LoopWatch:
         Before that, people are told for whom the others wait.
         """
         members, options = self._context.members, self._context.options
-        if self._context.state is not State.WATCHING:
+        if self._context.state is not JobStage.WATCHING:
             return None
         if name == "loop":
             waiting = members.loop_waiting
@@ -411,7 +411,7 @@ class HangWatch:
                 self.kept_pace_s = self._pace_s
         told_s, self._newest = self._told_s, ended
         self.begin_anew()
-        if told_s and context.state is State.WATCHING:
+        if told_s and context.state is JobStage.WATCHING:
             context.tell_people(f"training goes on: step {ended} has ended, after {quiet_s:.0f} s")
 
     def on_stack(self, rank: int) -> None:
@@ -452,7 +452,7 @@ class HangWatch:
     def _watches(self) -> bool:
         members = self._context.members
         known = self._newest >= members.base_step + FIRST_STEPS
-        return known and self._context.state is State.WATCHING and not members.anyone_left
+        return known and self._context.state is JobStage.WATCHING and not members.anyone_left
 
     @property
     def _quiet_s(self) -> float:
@@ -563,13 +563,13 @@ class Stragglers:
         member.work_s = report.work_s
         context = self._context
         look_s = context.options.straggler_notice_s / LOOKS
-        if report.work_s and context.state is State.WATCHING and not context.timers.running("stragglers"):
+        if report.work_s and context.state is JobStage.WATCHING and not context.timers.running("stragglers"):
             context.timers.set("stragglers", context.now_s + look_s)
 
     def on_timer(self) -> None:
         """Look, if enough steps have ended; the next status sets the timer again."""
         members = self._context.members
-        if self._context.state is not State.WATCHING or members.anyone_left:
+        if self._context.state is not JobStage.WATCHING or members.anyone_left:
             return
         step = max(member.stand.ended_step for member in members.members.values())
         if self._looked_at_step is not None and step < self._looked_at_step + NEW_STEPS:

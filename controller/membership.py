@@ -473,7 +473,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class GoneRank:
     """A rank whose process has ended; `left`: where it had left the loop, if it had."""
 
     rank: int
@@ -482,7 +482,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class JobMemory:
     """Beside the members; the defaults are those of a job that has just begun.
 
     certain: the incident that is open cannot be a false alarm. attempts: temporary directories that are in use.
@@ -491,7 +491,7 @@ class Memory:
     that is decided.
     """
 
-    gone: tuple[Gone, ...] = ()
+    gone: tuple[GoneRank, ...] = ()
     base_step: int = 0
     loop: LoopShape | None = None
     incident: int = 0

@@ -16,13 +16,13 @@ from lastwords.controller.events import (
     INFO,
     WARNING,
     Discard,
+    JobStage,
     PartPlan,
     Prune,
     Published,
     PublishFailed,
     StartPublish,
     StartVerify,
-    State,
     StorageEvent,
     Verified,
     VerifyBlocked,
@@ -166,7 +166,7 @@ class Periodic:
     def order_next(self) -> None:
         """Order the next checkpoint, unless one is under way already or everybody is leaving."""
         context = self._context
-        if not self._begun or self._orders or context.state is not State.WATCHING or context.members.anyone_left:
+        if not self._begun or self._orders or context.state is not JobStage.WATCHING or context.members.anyone_left:
             return
         if self._wanted:
             self._order(self._next_step)

@@ -19,13 +19,13 @@ from lastwords.controller.events import (
     STORAGE_FAILURES_MAX,
     WARNING,
     Discard,
-    Keep,
+    KeepParts,
     PartPlan,
     StartPublish,
     StartVerify,
 )
 from lastwords.controller.membership import Life
-from lastwords.controller.selection import Decision, Part
+from lastwords.controller.selection import Decision, WrittenPart
 from lastwords.controller.words import first_texts, ranks_text
 from lastwords.vocabulary import Save, SaveProgress, Share
 
@@ -73,7 +73,7 @@ class Writing:
     sync_until_s: set while it says that it is inside fsync and writes nothing: how long that may renew its deadline.
     """
 
-    part: Part
+    part: WrittenPart
     order: Save
     deadline_s: float
     bytes_written: int = -1
@@ -89,7 +89,7 @@ class Saving:
         self._incident = incident
         self.attempt = 0
         self.writing: dict[int, Writing] = {}
-        self.finished: dict[tuple[int, int, int], Part] = {}  # by rank, target and step
+        self.finished: dict[tuple[int, int, int], WrittenPart] = {}  # by rank, target and step
         self.refused: dict[int, set[int]] = {}  # rank -> targets that its writes failed on
         self.barred: dict[int, set[int]] = {}  # of these, those that will not pass
         self._rejected: set[tuple[int, int, str]] = set()
@@ -97,7 +97,7 @@ class Saving:
         self.closed_targets: set[int] = set()
         self._failures: Counter[int] = Counter()  # target -> how often it has refused
         self.storage_reason = ""
-        self.plan: tuple[Part, ...] = ()
+        self.plan: tuple[WrittenPart, ...] = ()
         self.step = 0
         self.target = 0
         self.lost_local_ranks: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class Saving:
 
     # ------------------------------------------------------------------ writing
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WrittenPart]:
         """Parts that a new decision may keep."""
         return [*self.finished.values(), *(writing.part for writing in self.writing.values())]
 
@@ -126,7 +126,7 @@ class Saving:
         self.attempt += 1
         self._directories[self.attempt] = (decision.step, decision.target)
         new = [
-            Part(rank, self.attempt, decision.step, decision.target, work.units, work.local_ranks)
+            WrittenPart(rank, self.attempt, decision.step, decision.target, work.units, work.local_ranks)
             for rank, work in sorted(decision.writers.items())
         ]
         self.plan = (*decision.kept, *new)
@@ -387,7 +387,7 @@ class Saving:
             if attempt not in kept:
                 self._discard(attempt)
                 continue
-            self._context.emit(Keep(self._incident, attempt, step, target))
+            self._context.emit(KeepParts(self._incident, attempt, step, target))
             ranks = [part.rank for part in self.finished.values() if part.attempt == attempt]
             whose = f"of {ranks_text(ranks)} " if ranks else ""
             where = "the fallback directory" if target else "the checkpoint directory"

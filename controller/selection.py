@@ -53,7 +53,7 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WrittenPart:
     """What one rank has written, or is writing, for `step` in the directory of `attempt`."""
 
     rank: int
@@ -85,7 +85,7 @@ class Decision:
 
     step: int
     target: int
-    kept: tuple[Part, ...]
+    kept: tuple[WrittenPart, ...]
     writers: Mapping[int, Assignment]
     proceed: tuple[int, ...]
     lost_local_ranks: tuple[int, ...]
@@ -214,7 +214,7 @@ def _absence(view: RankView) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Survey:
+class _RankIndex:
     """The ranks, indexed once, so that a choice among thousands stays linear."""
 
     views: Mapping[int, RankView]
@@ -222,11 +222,11 @@ class _Survey:
     holders: Mapping[str, Sequence[RankView]]  # usable ranks of each unit, sorted
     by_host: Mapping[str, Sequence[RankView]]
     units: Sequence[str]
-    parts: Sequence[Part]
+    parts: Sequence[WrittenPart]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _SavePlace:
     """Where a checkpoint of `step` could be written. refused_hosts: the file system has refused their writes there."""
 
     step: int
@@ -249,8 +249,8 @@ class _Place:
 class _Draft:
     """A choice that is being made for one place."""
 
-    place: _Place
-    kept: list[Part]
+    place: _SavePlace
+    kept: list[WrittenPart]
     units_of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     copied_of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     locals_of: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -269,7 +269,7 @@ class _Obstacle:
 def select(
     views: Mapping[int, RankView],
     units: Iterable[str],
-    parts: Sequence[Part] = (),
+    parts: Sequence[WrittenPart] = (),
     *,
     base_step: int = 0,
     targets: Sequence[int] = (PRIMARY_TARGET,),
@@ -304,8 +304,8 @@ def select(
 
 
 def _survey(
-    views: Mapping[int, RankView], usable: Sequence[RankView], units: Iterable[str], parts: Sequence[Part]
-) -> _Survey:
+    views: Mapping[int, RankView], usable: Sequence[RankView], units: Iterable[str], parts: Sequence[WrittenPart]
+) -> _RankIndex:
     holders: dict[str, list[RankView]] = defaultdict(list)
     by_host: dict[str, list[RankView]] = defaultdict(list)
     for view in usable:
@@ -313,11 +313,11 @@ def _survey(
         for unit in view.units:
             holders[unit].append(view)
     newest_first = sorted(parts, key=lambda part: (-part.attempt, part.rank))
-    return _Survey(views, usable, holders, by_host, sorted(set(units)), newest_first)
+    return _RankIndex(views, usable, holders, by_host, sorted(set(units)), newest_first)
 
 
 def _select_among(
-    survey: _Survey,
+    survey: _RankIndex,
     base_step: int,
     targets: Sequence[int],
     retry_refused: bool,
@@ -353,7 +353,7 @@ def _select_among(
     return NoDecision(NoDecisionKind.NO_HOLDER, lost_text(survey.views, lost, steps[0]), steps[0])
 
 
-def _lost_units(survey: _Survey, step: int) -> list[str]:
+def _lost_units(survey: _RankIndex, step: int) -> list[str]:
     """Units that nobody can bring to `step` and no finished part has."""
     covered = whole_units(name for part in survey.parts if part.step == step for name in part.units)
     holding, proceeding = _reaching(survey, step)
@@ -367,7 +367,7 @@ def _cost(draft: _Draft) -> tuple[int, int, int]:
     return len(draft.lost_local_ranks), len(draft.units_of), len(draft.locals_of)
 
 
-def _candidate_steps(survey: _Survey) -> list[int]:
+def _candidate_steps(survey: _RankIndex) -> list[int]:
     """Steps worth trying, the best first."""
     stands = [view.stand for view in survey.usable if view.stand is not None]
     reached = {stand.begun_step for stand in stands} | {part.step for part in survey.parts}
@@ -375,25 +375,25 @@ def _candidate_steps(survey: _Survey) -> list[int]:
     return sorted((step for step in reached | {lowest} if step >= lowest), reverse=True) if reached else []
 
 
-def _steps_before(survey: _Survey, lowest: int) -> list[int]:
+def _steps_before(survey: _RankIndex, lowest: int) -> list[int]:
     """Steps lower than that of which something may be left, the best first."""
     copied = {step for view in survey.views.values() for step in view.copies}
     return sorted({lowest - 1} | {step for step in copied if step < lowest}, reverse=True)
 
 
-def _place(survey: _Survey, step: int, target: int, may_retry: bool) -> _Place:
+def _place(survey: _RankIndex, step: int, target: int, may_retry: bool) -> _SavePlace:
     refused = frozenset(view.host_id for view in survey.views.values() if target in view.refused_targets)
-    return _Place(step, target, refused, may_retry, *_reaching(survey, step))
+    return _SavePlace(step, target, refused, may_retry, *_reaching(survey, step))
 
 
-def _reaching(survey: _Survey, step: int) -> tuple[frozenset[int], frozenset[int]]:
+def _reaching(survey: _RankIndex, step: int) -> tuple[frozenset[int], frozenset[int]]:
     """Ranks that hold `step`, and those that are ready to apply it."""
     ready = Stand(Phase.READY, step)
     holding = frozenset(view.rank for view in survey.usable if view.stand is not None and view.stand.holds(step))
     return holding, frozenset(view.rank for view in survey.usable if view.stand == ready)
 
 
-def _draft(survey: _Survey, place: _Place) -> _Draft | _Obstacle:
+def _draft(survey: _RankIndex, place: _SavePlace) -> _Draft | _Obstacle:
     """Assign every unit and all rank-local state, or name the unit that cannot be had."""
     draft = _Draft(place, _kept_parts(survey.parts, place))
     while True:
@@ -408,9 +408,9 @@ def _draft(survey: _Survey, place: _Place) -> _Draft | _Obstacle:
         draft = _Draft(place, [part for part in draft.kept if part.rank not in reopened])
 
 
-def _kept_parts(parts: Sequence[Part], place: _Place) -> list[Part]:
+def _kept_parts(parts: Sequence[WrittenPart], place: _SavePlace) -> list[WrittenPart]:
     """Parts of this step and directory; of several by one rank the newest, nothing twice, and no unit cut two ways."""
-    kept: list[Part] = []
+    kept: list[WrittenPart] = []
     ranks: set[int] = set()
     counts: dict[str, int] = {}
     units: set[Share] = set()
@@ -429,7 +429,7 @@ def _kept_parts(parts: Sequence[Part], place: _Place) -> list[Part]:
     return kept
 
 
-def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, set[int]]:
+def _assign_units(survey: _RankIndex, draft: _Draft) -> tuple[_Obstacle | None, set[int]]:
     """Give what no kept part has of each unit to its holders; (obstacle, ranks whose kept part must be redone)."""
     covered: dict[str, set[Share]] = defaultdict(set)
     for share in (Share.parse(name) for part in draft.kept for name in part.units):
@@ -446,7 +446,7 @@ def _assign_units(survey: _Survey, draft: _Draft) -> tuple[_Obstacle | None, set
     return None, set()
 
 
-def _assign_shares(survey: _Survey, draft: _Draft, unit: str, kept: AbstractSet[Share]) -> set[int] | None:
+def _assign_shares(survey: _RankIndex, draft: _Draft, unit: str, kept: AbstractSet[Share]) -> set[int] | None:
     """Share the unit out among its holders, or what is missing of it; None if it is to be written whole.
 
     Only among those that have ended the step: what a loop does between update and end has not been done by the others.
@@ -478,7 +478,7 @@ def _assign_shares(survey: _Survey, draft: _Draft, unit: str, kept: AbstractSet[
     return set()
 
 
-def _assign_whole(survey: _Survey, draft: _Draft, unit: str) -> tuple[_Obstacle | None, set[int]]:
+def _assign_whole(survey: _RankIndex, draft: _Draft, unit: str) -> tuple[_Obstacle | None, set[int]]:
     """Give the unit to its best holder; (obstacle, ranks whose kept part must be redone)."""
     place = draft.place
     kept_ranks = {part.rank for part in draft.kept}
@@ -513,7 +513,7 @@ def _assign_whole(survey: _Survey, draft: _Draft, unit: str) -> tuple[_Obstacle 
     return None, set()
 
 
-def _readers(survey: _Survey, unit: str, step: int) -> list[RankView]:
+def _readers(survey: _RankIndex, unit: str, step: int) -> list[RankView]:
     """Usable ranks of hosts in whose memory a whole copy of the unit is, at this step."""
     having = [view for view in survey.views.values() if unit in view.units and step in view.copies and _is_sound(view)]
     hosts = {view.host_id for view in having}
@@ -525,7 +525,7 @@ def _is_sound(view: RankView) -> bool:
     return view.stand is None or view.stand.phase is not Phase.TORN
 
 
-def _assign_locals(survey: _Survey, draft: _Draft) -> set[int]:
+def _assign_locals(survey: _RankIndex, draft: _Draft) -> set[int]:
     """Give each rank's local state to a rank of its host, which can read its black box even if it is dead.
 
     A rank that writes a unit anyway is preferred, then one that stands at the step, then the lowest. Any usable

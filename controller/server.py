@@ -23,12 +23,13 @@ from lastwords import clock, codec, threads
 from lastwords.checkpoint.system import PAUSES_S
 from lastwords.controller import events, handover
 from lastwords.controller.core import Core
-from lastwords.controller.events import Effect, Event, State
+from lastwords.controller.events import Effect, Event, JobStage
 from lastwords.controller.handover import ControllerSpec, RunFile, StateFile
 from lastwords.controller.membership import CERTAIN
 from lastwords.controller.sessions import PeerSession, SessionService, connections_max
 from lastwords.controller.storage import StorageJobs
 from lastwords.controller.timeline import Telling, Timeline, recorded_exit, sentence
+from lastwords.core_events import Log, Tick
 from lastwords.errors import LastWordsError, UnavailableError, is_shortage
 from lastwords.liveness import leftovers, paths, process_id
 from lastwords.liveness.watch import HostWatch
@@ -40,7 +41,7 @@ from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, ProcessI
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeenSession:
     process: ProcessId
     stand: Stand
     heard_mono_s: float
@@ -50,13 +51,13 @@ class _Seen:
     status: Status | None = None
 
 
-class Roster:
+class SessionRoster:
     """Ranks that were accepted, and the sessions that they are bound to. The loop's thread only."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._session_of: dict[int, PeerSession] = {}
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _SeenSession] = {}
 
     @property
     def is_untouched(self) -> bool:
@@ -88,7 +89,7 @@ class Roster:
         self._session_of[hello.rank] = session
         known = self._seen.get(hello.rank)
         dead = known is not None and known.dead and known.process == hello.process  # its last words may come late
-        self._seen[hello.rank] = _Seen(hello.process, hello.stand, now_s, hello.units, dead)
+        self._seen[hello.rank] = _SeenSession(hello.process, hello.stand, now_s, hello.units, dead)
 
     def unbind(self, session: PeerSession) -> list[int]:
         """A session is over; returns the ranks that have none now, sorted."""
@@ -245,7 +246,7 @@ STOP_GRACE_S = 1.0
 STORAGE_GRACE_S = 30.0
 """Unfinished files of gigabytes take their time to be removed; what is left then is removed by the next job."""
 
-_MAY_END_WHEN_EMPTY = (State.REGISTERING, State.EXITING, State.RELEASING, State.REFUSING)
+_MAY_END_WHEN_EMPTY = (JobStage.REGISTERING, JobStage.EXITING, JobStage.RELEASING, JobStage.REFUSING)
 
 
 def listen(spec: ControllerSpec) -> tuple[grpc.aio.Server, ControllerSpec]:
@@ -291,7 +292,7 @@ class ControllerShell:
         self._service = SessionService(token, start_of(spec.job, spec.generation), self)
         self._storage = StorageJobs(spec, self._from_thread, may_read=self._has_time, tell=Telling().tell)
         self._timeline = Timeline(spec.job, spec.generation)
-        self._roster = Roster(spec.world_size)
+        self._roster = SessionRoster(spec.world_size)
         self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
         self._own_time = clock.OwnTime()
         self._progress = 0
@@ -332,7 +333,7 @@ class ControllerShell:
             self._spec.world_size,
             host_port(self._spec.ip, self._spec.port),
         )
-        self._feed((events.Tick(),))
+        self._feed((Tick(),))
         self._follow()
         self._update_run_file()
         self._storage.clear_up()
@@ -495,7 +496,7 @@ class ControllerShell:
     def _has_time(self) -> bool:
         """Whether nobody waits for the disk, or for the end of this process: there is no incident. Any thread."""
         released = self._core.outcome is not None and self._core.outcome.kind is events.OutcomeKind.RELEASED
-        return self._core.state is State.WATCHING or released
+        return self._core.state is JobStage.WATCHING or released
 
     def _note_ending(self, rank: int, how: str, now_s: float) -> None:
         if how and self._roster.explain(rank):
@@ -547,7 +548,7 @@ class ControllerShell:
                     self._storage.publish(effect)
                 case events.Discard():
                     self._storage.discard(effect)
-                case events.Keep():
+                case events.KeepParts():
                     self._storage.keep(effect)
                 case events.LookForNewest():
                     self._storage.look_for_newest(effect)
@@ -556,9 +557,9 @@ class ControllerShell:
                 case events.Remember():
                     if self._state_file is not None:
                         self._state_file.write(effect)
-                case events.Log(level=level, text=text):
+                case Log(level=level, text=text):
                     _log.log(level, "%s", " | ".join(text.splitlines()))
-                case events.Stop(reason=reason):
+                case events.EndController(reason=reason):
                     self.stop(reason)
 
     def _rearm(self) -> None:
@@ -574,7 +575,7 @@ class ControllerShell:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._feed((events.Tick(),))
+        self._feed((Tick(),))
 
     def _record(self, line: str) -> None:
         self._newest_line = sentence(line)

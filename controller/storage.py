@@ -20,7 +20,7 @@ from typing import Any
 
 from lastwords import clock, threads
 from lastwords.checkpoint import layout, load, publish, retention, starts
-from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.manifest import Claimed, IncidentFacts
 from lastwords.checkpoint.remote import uploader
 from lastwords.checkpoint.remote.store import address_of
 from lastwords.checkpoint.retention import VerifiedOnce
@@ -89,7 +89,7 @@ class Uploads:
         os.set_blocking(self._process.stdin.fileno(), False)
 
 
-_Attempt = events.StartVerify | events.StartPublish | events.Discard | events.Keep
+_Attempt = events.StartVerify | events.StartPublish | events.Discard | events.KeepParts
 
 KEEP_PAUSES_S = (0.5, 2.0, 5.0)
 """Before further tries to rename what is kept: a human does not see a directory under its temporary name."""
@@ -136,7 +136,7 @@ class StorageJobs:
         self._lock = threading.Lock()
         self._pending = 0
         self._claims: list[starts.Claim] = []
-        self._verified: tuple[Path, dict[int, publish.Seen]] | None = None
+        self._verified: tuple[Path, dict[int, publish.SeenPart]] | None = None
         self._discarded: dict[Path, None] = {}  # the newest ones
         self._uploads = Uploads(spec, self._roots) if spec.remote else None
 
@@ -178,7 +178,7 @@ class StorageJobs:
         """Remove what an attempt has written; gives nothing."""
         self._submit(f"target {effect.target}", lambda: self._discard(self._tmp_dir(effect)))
 
-    def keep(self, effect: events.Keep) -> None:
+    def keep(self, effect: events.KeepParts) -> None:
         """Put what an attempt has finished out of the way of later starts; gives nothing, the log says where it is."""
         self._submit(f"target {effect.target}", lambda: self._keep(effect))
 
@@ -329,7 +329,7 @@ class StorageJobs:
         if self._uploads is not None:
             self._uploads.close()
 
-    def _keep(self, effect: events.Keep) -> None:
+    def _keep(self, effect: events.KeepParts) -> None:
         tmp_dir, root, spec = self._tmp_dir(effect), self._root(effect.target), self._spec
         kept = layout.unpublished_dir(root, effect.step, spec.job, spec.generation, effect.incident, effect.attempt)
         for pause_s in (*KEEP_PAUSES_S, None):
@@ -350,7 +350,7 @@ class StorageJobs:
                     time.sleep(pause_s)
 
     def _verify(self, effect: events.StartVerify) -> None:
-        heads: dict[int, publish.Seen] = {}
+        heads: dict[int, publish.SeenPart] = {}
         try:
             tmp_dir = self._gather(effect)
             problems = publish.verify_parts(
@@ -376,7 +376,7 @@ class StorageJobs:
             self._on_event(events.Verified(effect.incident, effect.attempt))
 
     def _publish(self, effect: events.StartPublish) -> None:
-        incident = publish.Incident(
+        incident = IncidentFacts(
             job=self._spec.job,
             generation=self._spec.generation,
             incident=effect.incident,

@@ -18,7 +18,7 @@ from pathlib import Path
 from lastwords import clock, codec, descriptors
 from lastwords.checkpoint.lock_file import LockFile
 from lastwords.controller import handover
-from lastwords.controller.handover import LOG_DIRECTORY, TOKEN_VARIABLE, KeptState, Owner
+from lastwords.controller.handover import LOG_DIRECTORY, TOKEN_VARIABLE, KeptState, StateOwner
 from lastwords.errors import BusyError, ConfigError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
 from lastwords.state import ControllerState
@@ -113,10 +113,10 @@ _held = contextlib.ExitStack()
 """The lock of the job that this process serves, until its end."""
 
 
-def this_owner(before: Owner | None = None) -> Owner:
+def this_owner(before: StateOwner | None = None) -> StateOwner:
     """This process, which begins to serve now."""
     begun = (() if before is None else before.begun_mono_s) + (clock.mono_s(),)
-    return Owner(os.getpid(), process_id.start_ticks(os.getpid()) or 0, begun[-STARTS_MAX:])
+    return StateOwner(os.getpid(), process_id.start_ticks(os.getpid()) or 0, begun[-STARTS_MAX:])
 
 
 def hold(directory: Path) -> None:

@@ -106,7 +106,7 @@ def export(line: bytes, exporter: SpanExporter | None = None) -> None:
         def generate_trace_id(self) -> int:
             return number
 
-    class Ended(SpanProcessor):  # type: ignore[misc]
+    class EndedSpans(SpanProcessor):  # type: ignore[misc]
         """The library's own would not say whether the spans were taken."""
 
         def on_end(self, span: Any) -> None:
@@ -115,7 +115,7 @@ def export(line: bytes, exporter: SpanExporter | None = None) -> None:
     ended: list[Any] = []
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME") or "lastwords"})
     provider = TracerProvider(resource=resource, id_generator=Numbers(), shutdown_on_exit=False)
-    provider.add_span_processor(Ended())
+    provider.add_span_processor(EndedSpans())
     tracer = provider.get_tracer("lastwords")
     whole, *parts = spans_of(record, clock.mono_s(), clock.wall_ns())
     top = tracer.start_span(whole.name, start_time=whole.begin_ns, attributes=dict(whole.attributes))

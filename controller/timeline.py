@@ -62,7 +62,7 @@ HINTS_MAX = 256
 
 
 @dataclass
-class _Incident:
+class _IncidentRecord:
     number: int
     reason: str
     known_mono_s: float
@@ -81,7 +81,7 @@ class Timeline:
     def __init__(self, job: str, generation: int) -> None:
         self._job = job
         self._generation = generation
-        self._open: _Incident | None = None
+        self._open: _IncidentRecord | None = None
         self._hints: list[dict[str, Any]] = []
         self._newest_ended = 0
 
@@ -210,7 +210,7 @@ class Timeline:
         hints = [hint for hint in self._hints if hint["mono_s"] >= now_s - 1.0]
         known_s = min([hint["mono_s"] for hint in hints if hint["what"] != "stack"], default=now_s)
         self._hints = []
-        self._open = _Incident(number, reason, known_s, wall_ns - int((now_s - known_s) * 1e9))
+        self._open = _IncidentRecord(number, reason, known_s, wall_ns - int((now_s - known_s) * 1e9))
         self._open.events.append({"what": "known", "mono_s": round(known_s, 6)})
         self._open.events.extend(hints)
 

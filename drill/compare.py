@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from lastwords.drill.phases import Drill, Leaves, Life
+from lastwords.drill.phases import Drill, Leaves, RankLife
 from lastwords.optim_wrapper.launch.drill_plan import BESIDE, MAY_DIFFER, STATE
 
 AT_RESUME = ("hyperparameter", "extras", "local_extras", "buffer", "parameter", "optimizer")
@@ -16,7 +16,7 @@ SUSPECTS_MAX = 8
 BITWISE, TOLD, DIFFERS, FAILED = "bitwise", "told", "differs", "failed"
 """What came of a drill: no bit differs; one does, and `resume()` had said so; one does without a word; no resume."""
 
-Run = Mapping[int, Life]
+Run = Mapping[int, RankLife]
 """Rank -> its life."""
 
 _Names = Collection[tuple[str, str]]
@@ -39,7 +39,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DrillVerdict:
     """What came of a drill.
 
     resumed_after: global step of the checkpoint; 0: there was none, and the script began anew. compared: global steps
@@ -99,16 +99,18 @@ def unsteady(one: Run, other: Run) -> frozenset[tuple[str, str]]:
     )
 
 
-def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], unsteady: _Names, last: int) -> Verdict:
+def judge(
+    drill: Drill, reference: Run, lives: Mapping[int, Sequence[RankLife]], unsteady: _Names, last: int
+) -> DrillVerdict:
     """lives: of each rank in the run with the deaths. last: step after which that run was to end."""
     before = {rank: every[0] for rank, every in lives.items() if every}
     if (first := first_difference(reference, before, unsteady)) is not None:
-        return Verdict(drill, FAILED, first=first, problem=f"already before the kill another bit: {first}")
+        return DrillVerdict(drill, FAILED, first=first, problem=f"already before the kill another bit: {first}")
     missing = [rank for rank in reference if len(lives.get(rank, ())) < 2]
     if missing:
         dead = any(life.dies for every in lives.values() for life in every)
         why = "was not started again" if dead else "was not killed: it never came there this time"
-        return Verdict(drill, FAILED, problem=f"rank {missing[0] if dead else drill.death.ranks[0]} {why}")
+        return DrillVerdict(drill, FAILED, problem=f"rank {missing[0] if dead else drill.death.ranks[0]} {why}")
     run = {rank: every[-1] for rank, every in lives.items()}
     after = {life.begin.step for life in run.values()}
     begun_at = min(after)
@@ -116,17 +118,17 @@ def judge(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], uns
     reasons = reasons_of(run, reference)
     if len(after) > 1 or ended < last:
         problem = f"the run went on after step {begun_at}, and ended after step {ended}, not {last}"
-        return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
+        return DrillVerdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
     if (wanted := drill.death.published) and begun_at != wanted:
         problem = f"the periodic checkpoint of step {wanted} was not there in time: the run went on after {begun_at}"
-        return Verdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
+        return DrillVerdict(drill, FAILED, begun_at, reasons=reasons, problem=problem)
     first = first_difference(reference, run, unsteady, begun_at)
     resumed = all(life.begin.resumed for life in run.values())
     restored = _restored_otherwise(reference, run, begun_at) if resumed else None
     if first is None and any(life.begin.begun for life in run.values()):
         restored = None  # what came between the two steps is in it, and nothing has come of that
     kind = BITWISE if first is None and restored is None else TOLD if reasons else DIFFERS
-    return Verdict(
+    return DrillVerdict(
         drill,
         kind,
         begun_at if resumed else 0,
@@ -210,14 +212,16 @@ def replicated(reference: Run, step: int, kind: str) -> bool:
     return all(one == held[0] for one in held)
 
 
-def judge_fewer(drill: Drill, reference: Run, lives: Mapping[int, Sequence[Life]], step: int) -> Verdict:
+def judge_fewer(drill: Drill, reference: Run, lives: Mapping[int, Sequence[RankLife]], step: int) -> DrillVerdict:
     """Of a run on fewer ranks that ends where it has resumed: state that all ranks hold is what it was."""
     run = {rank: every[-1] for rank, every in lives.items() if every}
     if not run or not all(life.begin.resumed for life in run.values()):
-        return Verdict(drill, FAILED, problem="no rank resumed")
+        return DrillVerdict(drill, FAILED, problem="no rank resumed")
     reasons = reasons_of(run)
     kinds = [kind for kind in ("hyperparameter", "parameter", "optimizer") if replicated(reference, step, kind)]
     if "parameter" not in kinds:
-        return Verdict(drill, FAILED, step, reasons=reasons, problem="not compared: each rank holds a part of its own")
+        return DrillVerdict(
+            drill, FAILED, step, reasons=reasons, problem="not compared: each rank holds a part of its own"
+        )
     first = _restored_otherwise(reference, run, step, kinds)
-    return Verdict(drill, BITWISE if first is None else DIFFERS, step, 0, first, first, reasons)
+    return DrillVerdict(drill, BITWISE if first is None else DIFFERS, step, 0, first, first, reasons)

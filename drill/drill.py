@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lastwords.drill.compare import (
     FAILED,
-    Verdict,
+    DrillVerdict,
     first_difference,
     judge,
     judge_fewer,
@@ -16,9 +16,9 @@ from lastwords.drill.compare import (
 )
 from lastwords.drill.phases import FEWER, Drill, choose
 from lastwords.drill.report import Report
-from lastwords.drill.runs import Outcome, Runs
+from lastwords.drill.runs import RunOutcome, Runs
 from lastwords.errors import CommandFailedError, ConfigError
-from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, FORWARD, Death, Plan
+from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, FORWARD, Death, DrillPlan
 
 STEPS_MIN = 4
 
@@ -68,8 +68,8 @@ def drill(runs: Runs, wishes: Wishes, report: Report, say: Callable[[str], None]
         _on_fewer(runs, wishes, first, report, say)
 
 
-def _undisturbed(runs: Runs, wishes: Wishes, name: str) -> Outcome:
-    outcome = runs.run(name, wishes.ranks, Plan(wishes.steps))
+def _undisturbed(runs: Runs, wishes: Wishes, name: str) -> RunOutcome:
+    outcome = runs.run(name, wishes.ranks, DrillPlan(wishes.steps))
     if not wishes.keeps:
         runs.drop_checkpoints(outcome)
     if outcome.code is None:
@@ -94,7 +94,7 @@ def _undisturbed(runs: Runs, wishes: Wishes, name: str) -> Outcome:
     return outcome
 
 
-def _refuse(outcome: Outcome, wishes: Wishes) -> None:
+def _refuse(outcome: RunOutcome, wishes: Wishes) -> None:
     """What makes no sense to go on with."""
     lives = outcome.firsts
     if not lives:
@@ -116,23 +116,25 @@ def _refuse(outcome: Outcome, wishes: Wishes) -> None:
         raise ConfigError(f"only {len(lives)} of {wishes.ranks} ranks are protected")
 
 
-def _killed(runs: Runs, wishes: Wishes, one: Drill, name: str, say: Callable[[str], None]) -> Outcome:
+def _killed(runs: Runs, wishes: Wishes, one: Drill, name: str, say: Callable[[str], None]) -> RunOutcome:
     ranks = " and ".join(map(str, one.death.ranks))
     say(f"{one.phase}: kill -9 of rank {ranks} in step {one.death.step}")
-    return runs.run(name, wishes.ranks, Plan(wishes.steps, (one.death,), one.every, wishes.self_test))
+    return runs.run(name, wishes.ranks, DrillPlan(wishes.steps, (one.death,), one.every, wishes.self_test))
 
 
-def _judged(outcome: Outcome, one: Drill, first: Outcome, aside: frozenset[tuple[str, str]], last: int) -> Verdict:
+def _judged(
+    outcome: RunOutcome, one: Drill, first: RunOutcome, aside: frozenset[tuple[str, str]], last: int
+) -> DrillVerdict:
     if outcome.code == 0:
         return judge(one, first.firsts, outcome.lives, aside, last)
     how = f"hung: ended after {outcome.took_s:.0f} s" if outcome.code is None else f"ended with {outcome.code}"
     lines = outcome.last_lines.strip().splitlines()
-    return Verdict(
+    return DrillVerdict(
         one, FAILED, problem=f"the run {how}; {outcome.folder}/output.log ends with: {lines[-1] if lines else ''}"
     )
 
 
-def _on_fewer(runs: Runs, wishes: Wishes, first: Outcome, report: Report, say: Callable[[str], None]) -> None:
+def _on_fewer(runs: Runs, wishes: Wishes, first: RunOutcome, report: Report, say: Callable[[str], None]) -> None:
     """A rank is killed, and one rank less goes on from that checkpoint."""
     if wishes.ranks < 2:
         report.missed = {**report.missed, FEWER: "there is one rank"}
@@ -145,10 +147,10 @@ def _on_fewer(runs: Runs, wishes: Wishes, first: Outcome, report: Report, say: C
     outcome = _killed(runs, wishes, one, "fewer-killed", say)
     after = {life.begin.step for every in outcome.lives.values() for life in every[1:]}
     if outcome.code != 0 or len(after) != 1 or not (step := after.pop()):
-        report.verdicts.append(Verdict(one, FAILED, problem=f"nothing was saved: see {outcome.folder}/output.log"))
+        report.verdicts.append(DrillVerdict(one, FAILED, problem=f"nothing was saved: see {outcome.folder}/output.log"))
         return
     say(f"{FEWER}: one rank less goes on after step {step}")
-    resumed = runs.run("fewer-resumed", wishes.ranks - 1, Plan(step), outcome.folder / CHECKPOINTS)
+    resumed = runs.run("fewer-resumed", wishes.ranks - 1, DrillPlan(step), outcome.folder / CHECKPOINTS)
     if resumed.code != 0:
         report.verdicts.append(_judged(resumed, one, first, frozenset(), step))
         return

@@ -56,7 +56,7 @@ class Step:
 
 
 @dataclass
-class Life:
+class RankLife:
     """A rank from the begin of its loop to its end. dies: in which event the drill has killed it. spoilt: a leaf."""
 
     begin: Begin
@@ -65,12 +65,12 @@ class Life:
     spoilt: str = ""
 
 
-def lives_in(lines: Iterable[str], where: str) -> list[Life]:
+def lives_in(lines: Iterable[str], where: str) -> list[RankLife]:
     """Of one rank, in their order. A line that a dying rank has left unfinished counts for nothing.
 
     FormatError, with `where`, for a line that no rank has written.
     """
-    lives: list[Life] = []
+    lives: list[RankLife] = []
     spoilt = ""
     for line in lines:
         try:
@@ -79,7 +79,7 @@ def lives_in(lines: Iterable[str], where: str) -> list[Life]:
             continue
         kind = one.get("kind") if isinstance(one, dict) else None
         if kind == "begin":
-            lives.append(Life(typed(one, Begin, where), spoilt=spoilt))
+            lives.append(RankLife(typed(one, Begin, where), spoilt=spoilt))
         elif kind == "spoilt":
             spoilt = str(one.get("name"))
         elif kind == "step" and lives:
@@ -109,7 +109,7 @@ def _ends_epoch(step: Step, after: Step) -> int:
 
 
 @dataclass(frozen=True)
-class Phase:
+class DrillPhase:
     """event: what a rank comes by there. why_not: what a script lacks that never comes there."""
 
     event: str
@@ -117,18 +117,18 @@ class Phase:
     why_not: str
 
 
-PHASES: Mapping[str, Phase] = {
-    "forward": Phase(FORWARD, _middle(FORWARD), "the model that was registered makes no forward pass"),
-    "backward": Phase(BACKWARD, _middle(BACKWARD), "no module has an output that needs a gradient"),
-    "between-updates": Phase(
+PHASES: Mapping[str, DrillPhase] = {
+    "forward": DrillPhase(FORWARD, _middle(FORWARD), "the model that was registered makes no forward pass"),
+    "backward": DrillPhase(BACKWARD, _middle(BACKWARD), "no module has an output that needs a gradient"),
+    "between-updates": DrillPhase(
         UPDATE, lambda step, _: step.passes.get(UPDATE, 0) // 2, "no step has more than one optimizer's update"
     ),
-    "after-update": Phase(UPDATE, lambda step, _: step.passes.get(UPDATE, 0), "no optimizer updates"),
-    "epoch-end": Phase(END, _ends_epoch, "no epoch ends in these steps"),
-    "evaluation": Phase(
+    "after-update": DrillPhase(UPDATE, lambda step, _: step.passes.get(UPDATE, 0), "no optimizer updates"),
+    "epoch-end": DrillPhase(END, _ends_epoch, "no epoch ends in these steps"),
+    "evaluation": DrillPhase(
         EVALUATION, _middle(EVALUATION), "the registered model makes no forward pass without gradients in these steps"
     ),
-    PERIODIC: Phase(FORWARD, _middle(FORWARD), "there are too few steps, or no forward pass"),
+    PERIODIC: DrillPhase(FORWARD, _middle(FORWARD), "there are too few steps, or no forward pass"),
 }
 NAMES = (*PHASES, FEWER)
 
@@ -154,7 +154,7 @@ class Drill:
 
 
 def choose(
-    run: Mapping[int, Life], phases: Sequence[str], kills: int, *, two: bool
+    run: Mapping[int, RankLife], phases: Sequence[str], kills: int, *, two: bool
 ) -> tuple[list[Drill], dict[str, str]]:
     """What is drilled, and for each phase that the run never comes to, why. run: rank -> its undisturbed life.
 
@@ -191,7 +191,7 @@ def _death(phase: str, ranks: Sequence[int], step: int, nth: Mapping[int, int], 
     return Death(tuple(ranks), step, PHASES[phase].event, min(nth[rank] for rank in ranks), published)
 
 
-def _places(run: Mapping[int, Life], phase: Phase) -> dict[int, dict[int, int]]:
+def _places(run: Mapping[int, RankLife], phase: DrillPhase) -> dict[int, dict[int, int]]:
     """Step -> rank -> for the how manieth time it comes by there. Not in the last step: nothing comes after it."""
     found: dict[int, dict[int, int]] = {}
     for rank, life in sorted(run.items()):

@@ -9,7 +9,7 @@ from typing import Any
 
 from lastwords.checkpoint.drill_record import Covered, Drilled
 from lastwords.clock import wall_ns
-from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, Leaf, Verdict
+from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, DrillVerdict, Leaf
 from lastwords.drill.phases import FEWER, Begin
 
 FORMAT = 1
@@ -27,7 +27,7 @@ class Report:
     world: int = 0
     steps: int = 0
     irreproducible: Leaf | None = None
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[DrillVerdict] = field(default_factory=list)
     missed: Mapping[str, str] = field(default_factory=dict)
     set_aside: Sequence[str] = ()
     began: Begin | None = None
@@ -126,7 +126,7 @@ class Report:
         return said
 
 
-def text_of(verdict: Verdict) -> str:
+def text_of(verdict: DrillVerdict) -> str:
     """What came of a drill, in one line."""
     first = verdict.at_resume or verdict.first
     where = f"restored otherwise: {verdict.at_resume}" if verdict.at_resume else f"differs: {first}"
@@ -142,7 +142,7 @@ def text_of(verdict: Verdict) -> str:
     return where
 
 
-def _verdict(one: Verdict) -> dict[str, Any]:
+def _verdict(one: DrillVerdict) -> dict[str, Any]:
     return {
         "phase": one.drill.phase,
         "ranks": [*one.drill.death.ranks],
@@ -162,9 +162,9 @@ def _leaf(one: Leaf | None) -> dict[str, Any] | None:
     return None if one is None else asdict(one)
 
 
-def _ranks(one: Verdict) -> str:
+def _ranks(one: DrillVerdict) -> str:
     return " and ".join(map(str, one.drill.death.ranks))
 
 
-def _after(one: Verdict) -> str:
+def _after(one: DrillVerdict) -> str:
     return str(one.resumed_after) if one.resumed_after else "-" if one.kind == FAILED else "anew"

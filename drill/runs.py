@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lastwords.clock import mono_s
-from lastwords.drill.phases import Life, lives_in
+from lastwords.drill.phases import RankLife, lives_in
 from lastwords.errors import StorageError
-from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL, PLAN_NAME, Plan
+from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL, PLAN_NAME, DrillPlan
 
 NOT_FOR_A_DRILL = ("LASTWORDS_JOB", "LASTWORDS_REMOTE", "MS_ENABLE_TFT", "GROUP_INFO_FILE")
 """Variables that would have a drill meet the checkpoints of others, write elsewhere, or protect nothing."""
@@ -32,13 +32,13 @@ LAST_LINES, OUTPUT_BYTES = 12, 64 << 10
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run has ended. code: of the launcher; None: it was ended after `took_s`. lives: by rank."""
 
     folder: Path
     code: int | None
     took_s: float
-    lives: dict[int, list[Life]]
+    lives: dict[int, list[RankLife]]
 
     @property
     def last_lines(self) -> str:
@@ -53,7 +53,7 @@ class Outcome:
         return ""
 
     @property
-    def firsts(self) -> dict[int, Life]:
+    def firsts(self) -> dict[int, RankLife]:
         """The first life of each rank."""
         return {rank: lives[0] for rank, lives in sorted(self.lives.items()) if lives}
 
@@ -73,7 +73,7 @@ class Runs:
         self._flags, self._command = [*flags], [*command]
         self._folder, self._timeout_s = folder, timeout_s
 
-    def run(self, name: str, ranks: int, plan: Plan, checkpoints: Path | None = None) -> Outcome:
+    def run(self, name: str, ranks: int, plan: DrillPlan, checkpoints: Path | None = None) -> RunOutcome:
         """One run to its end. checkpoints: of an earlier run, which this one takes over."""
         folder = self._folder / name
         try:
@@ -101,10 +101,10 @@ class Runs:
                 code = None
             finally:
                 _end(process)
-        return Outcome(folder, code, mono_s() - began_s, _lives(folder))
+        return RunOutcome(folder, code, mono_s() - began_s, _lives(folder))
 
     @staticmethod
-    def drop_checkpoints(outcome: Outcome) -> None:
+    def drop_checkpoints(outcome: RunOutcome) -> None:
         """They are as large as the job's state."""
         shutil.rmtree(outcome.folder / CHECKPOINTS, ignore_errors=True)
 
@@ -120,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _lives(folder: Path) -> dict[int, list[Life]]:
+def _lives(folder: Path) -> dict[int, list[RankLife]]:
     found = {}
     for path in folder.glob("rank_*.jsonl"):
         number = path.stem.removeprefix("rank_")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from lastwords.errors import ConfigError
-from lastwords.integrations.save_only import Loop
+from lastwords.integrations.save_only import UnknownLoop
 from lastwords.processor.departure import say
 
 DIRECTORY = "last_words"
@@ -87,7 +87,7 @@ def _begins(trainer: Any) -> None:
     _loop.is_known = True
 
 
-_loop = Loop(DIRECTORY, _say)
+_loop = UnknownLoop(DIRECTORY, _say)
 
 
 # ---------------------------------------------------------------------- the libraries

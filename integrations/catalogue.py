@@ -16,7 +16,14 @@ from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree
-from lastwords.checkpoint.reshard.saved_state import Saved, SavedUnit, buffers_of_ranks, join, own_in_each, units_of
+from lastwords.checkpoint.reshard.saved_state import (
+    SavedState,
+    SavedUnit,
+    buffers_of_ranks,
+    join,
+    own_in_each,
+    units_of,
+)
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
@@ -67,7 +74,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParamGroup:
     """One param group of the optimizer: its place, its parameters' names, its hyperparameters (tensors as Whole).
 
     Several have one number where units differ in their values.
@@ -91,7 +98,7 @@ class Catalogue:
     aliases: Mapping[str, str]
     not_persistent: frozenset[str]
     state: Mapping[str, Mapping[str, Any]]
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     optimizer: str
 
     def tensor(self, name: str) -> Whole | None:
@@ -175,7 +182,7 @@ def _check_same(a: Whole, b: Whole, checkpoint: Checkpoint, checked: bool) -> No
                 raise MismatchError(what + text, different={two: text})
 
 
-def ambiguous_numbers(groups: Sequence[Group]) -> set[int]:
+def ambiguous_numbers(groups: Sequence[ParamGroup]) -> set[int]:
     """Numbers of which there are several groups: units that differ in their values (stages may) are kept apart."""
     return {number for number, count in Counter(group.number for group in groups).items() if count > 1}
 
@@ -284,7 +291,7 @@ def _local_specs(manifest: Manifest, units: Mapping[str, SavedUnit]) -> dict[str
     return {spec.name: spec for spec in found}
 
 
-def _seen(saved: Saved, units: Sequence[SavedUnit], path: str) -> Catalogue:
+def _seen(saved: SavedState, units: Sequence[SavedUnit], path: str) -> Catalogue:
     where = f"{path}: optimizer state"
 
     def whole_of(name: str, dtype: str) -> Whole:
@@ -309,7 +316,7 @@ def _seen(saved: Saved, units: Sequence[SavedUnit], path: str) -> Catalogue:
         kind, _, fqn = name.partition("/")
         if fqn in dtypes.get(kind, ()):
             found[kind][fqn] = whole_of(name, dtypes[kind][fqn])
-    groups = [Group(one.number, one.parameters, values(keys_of(one.tree, where))) for one in saved.groups]
+    groups = [ParamGroup(one.number, one.parameters, values(keys_of(one.tree, where))) for one in saved.groups]
     return Catalogue(
         found["model"],
         found["buffer"],

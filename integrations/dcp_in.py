@@ -24,9 +24,10 @@ from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
 from lastwords.checkpoint.lock_file import alone
+from lastwords.checkpoint.manifest import IncidentFacts
 from lastwords.checkpoint.meta import ABOUT_VERSION, ExtrasMeta, Tree, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
-from lastwords.checkpoint.publish import Incident, publish_new
+from lastwords.checkpoint.publish import publish_new
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, make_directories, remove_tree
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
@@ -76,12 +77,12 @@ def from_dcp(
             f"model and optimizer need two different keys, not {model!r} and {optimizer!r}; if there is no optimizer, "
             "pass any unused key for it"
         )
-    stored = _Stored(source)
+    stored = _DcpDirectory(source)
     about = _about(stored)
     step = told.global_step or about.global_step
     if not isinstance(step, int) or step < 1 or told.ranks < 1:
         raise ConfigError(f"{source} does not record its global step; pass it, 1 or more (--step N)")
-    state, meta = _Unit(stored, about, told, model, optimizer).made()
+    state, meta = _WholeUnit(stored, about, told, model, optimizer).made()
     final = layout.checkpoint_dir(root, step)
     refuse_existing(final)
     if told.global_step in (None, about.global_step):
@@ -99,14 +100,16 @@ def from_dcp(
             total = sum(spec.nbytes for spec, _ in state)
             tell = None if progress is None else lambda done: progress(min(done, total), total)
             write_part(directory, 0, epoch, in_epoch, step, units, {}, {}, tell, job=told.job)
-            incident = Incident(told.job, 0, 0, 0, step, told.ranks, (0,), f"converted from {source}", lost_locals=lost)
+            incident = IncidentFacts(
+                told.job, 0, 0, 0, step, told.ranks, (0,), f"converted from {source}", lost_locals=lost
+            )
             return publish_new(root, directory, incident)
         except BaseException:
             remove_tree(directory, REAL_OS)
             raise
 
 
-class _Stored:
+class _DcpDirectory:
     """A directory of torch.distributed.checkpoint: its keys as paths, and each of their values alone."""
 
     def __init__(self, source: Path) -> None:
@@ -152,7 +155,7 @@ class _Stored:
         return planner.state_dict[key]
 
 
-def _about(stored: _Stored) -> About:
+def _about(stored: _DcpDirectory) -> About:
     path, where = (EXTENSION, "about"), f"{stored.source}: {EXTENSION}"
     if path not in stored.keys:
         return About()
@@ -167,10 +170,10 @@ def _about(stored: _Stored) -> About:
 
 
 @dataclass
-class _Unit:
+class _WholeUnit:
     """The one unit that is made of everything."""
 
-    stored: _Stored
+    stored: _DcpDirectory
     about: About
     told: Told
     model: str

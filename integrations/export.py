@@ -98,7 +98,7 @@ def _export(
             metadata = {"format": "pt"} | {alias: name for alias, name in found.aliases.items() if name in names}
             ordered = [names[index] for index in file_order(specs[name] for name in names)]
             header = encode_header([specs[name] for name in ordered], metadata)
-            with _File(directory / file, os) as stream:
+            with _NewFile(directory / file, os) as stream:
                 stream.write(header)
                 for name in ordered:
                     memory = np.empty(wholes[name].nbytes, np.uint8)
@@ -160,7 +160,7 @@ def _spec(name: str, whole: Whole, dtype: str) -> TensorSpec:
     return TensorSpec(name, code, whole.shape)
 
 
-class _File:
+class _NewFile:
     """A new file, written from front to back and on the disk when closed."""
 
     def __init__(self, path: Path, os: Os) -> None:
@@ -168,7 +168,7 @@ class _File:
         with storage_errors("writing", path):
             self._fd = os.create(path, direct=False)
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _NewFile:
         return self
 
     def write(self, content: bytes | memoryview) -> None:

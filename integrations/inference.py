@@ -35,7 +35,7 @@ class LoadedWeights:
 
 
 @dataclass(slots=True)
-class _Place:
+class _ModelPlace:
     """A tensor of the model, all the places at which it stands, and where its values come from."""
 
     name: str
@@ -94,20 +94,20 @@ def _load(
     return LoadedWeights(checkpoint.path, checkpoint.manifest.global_step, loaded, reader.bytes_read)
 
 
-def _places(model: torch.nn.Module) -> Iterator[_Place]:
+def _places(model: torch.nn.Module) -> Iterator[_ModelPlace]:
     """Every parameter and buffer once, under its first name, with all places that hold the same one."""
-    seen: dict[int, _Place] = {}
+    seen: dict[int, _ModelPlace] = {}
     for prefix, module in model.named_modules():
         for slots in (module._parameters, module._buffers):
             for key, tensor in slots.items():
                 if tensor is None:
                     continue
                 name = (f"{prefix}.{key}" if prefix else key).replace(_COMPILED, "")
-                seen.setdefault(id(tensor), _Place(name, tensor, [])).slots.append((slots, key))  # type: ignore[arg-type]
+                seen.setdefault(id(tensor), _ModelPlace(name, tensor, [])).slots.append((slots, key))  # type: ignore[arg-type]
     yield from seen.values()
 
 
-def _match(model: torch.nn.Module, places: list[_Place], found: Catalogue, path: str, strict: bool) -> None:
+def _match(model: torch.nn.Module, places: list[_ModelPlace], found: Catalogue, path: str, strict: bool) -> None:
     volatile = {
         f"{prefix}.{key}".lstrip(".").replace(_COMPILED, "")
         for prefix, module in model.named_modules()
@@ -148,16 +148,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def _materialise(place: _Place, device: torch.device | str | None) -> None:
+def _materialise(place: _ModelPlace, device: torch.device | str | None) -> None:
     if local_of(place.tensor).is_meta:
         place.tensor = _materialised(place.tensor, device)
         for slots, key in place.slots:
             slots[key] = place.tensor
 
 
-def _fill(reader: SliceReader, places: list[_Place]) -> None:
+def _fill(reader: SliceReader, places: list[_ModelPlace]) -> None:
     straight: list[Target] = []
-    others: list[tuple[_Place, Whole, Box]] = []
+    others: list[tuple[_ModelPlace, Whole, Box]] = []
     for place in places:
         if place.whole is None:
             continue

@@ -117,7 +117,7 @@ class _Callbacks:
                         vars(one)[name] = state[name]
 
 
-class _Timers(_Callbacks):
+class _OwnTimers(_Callbacks):
     """How long each (`max_time`) has been training on this rank when the newest batch came: a local extra."""
 
     def __init__(self, callbacks: list[Any]) -> None:
@@ -202,7 +202,7 @@ class LastWords(pl.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         held: list[Any] = [one for one in trainer.callbacks if one is not self]
         timers = [one for one in held if isinstance(one, Timer)]
-        self._loops, self._timers = _Loops(trainer), _Timers(timers)
+        self._loops, self._timers = _Loops(trainer), _OwnTimers(timers)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         of_data = {} if data is None else {type(data).__name__: Shadow(data, _not_counted(data))}
         self._tft = protect(

@@ -32,7 +32,7 @@ LINES = """write these lines into it:
 EXTRAS = """, extras={"scheduler": scheduler}"""
 
 
-class Loop:
+class UnknownLoop:
     """The one loop of this process, and what of it is known from outside. Training thread only."""
 
     def __init__(self, directory: str, say: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import damage, decode_document, encode_document, told
 from lastwords.checkpoint.entries import Entry, LocalEntry
 from lastwords.checkpoint.load import (
-    Status,
+    DirectoryStatus,
     damage_told_from_replacement,
     examine,
     find_checkpoint,
@@ -37,10 +37,10 @@ from lastwords.checkpoint.load import (
     stamp_of,
 )
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.manifest import Manifest, read_manifest
+from lastwords.checkpoint.manifest import IncidentFacts, Manifest, read_manifest
 from lastwords.checkpoint.meta import IDENTITY_FORMAT, Moved, UnitMeta, json_of
 from lastwords.checkpoint.part import LocalState, UnitState, check_header, read_part, write_part
-from lastwords.checkpoint.publish import Incident, publish_new, verify_parts
+from lastwords.checkpoint.publish import publish_new, verify_parts
 from lastwords.checkpoint.reshard.rank_files import CheckpointSource, lost_locals
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy
 from lastwords.checkpoint.reshard.transform_plan import (
@@ -79,7 +79,7 @@ Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TransformOutcome:
     """path: the checkpoint, once all ranks' parts are there. missing: ranks whose parts are not written yet.
 
     written: by this call; already: there when it began. busy: those of `missing` that another process was writing.
@@ -103,7 +103,7 @@ def transform(
     jobs: int = 1,
     progress: Progress | None = None,
     os: Os = REAL_OS,
-) -> Outcome:
+) -> TransformOutcome:
     """Publishes the checkpoint `source` (or the newest in it) in `root`, in the layout of the strategy `to`.
 
     to: a strategy file, or a checkpoint whose layout is meant; None: everything whole on one rank. ranks: only these
@@ -184,7 +184,7 @@ class Transformation:
         )
         self._cancelled = threading.Event()
 
-    def run(self, chosen: list[int], jobs: int, progress: Progress | None) -> Outcome:
+    def run(self, chosen: list[int], jobs: int, progress: Progress | None) -> TransformOutcome:
         make_directories(self._root, self._os)
         with self._lock.held(shared=True, wait_s=_WAIT_S) as mine:
             if not mine:
@@ -214,9 +214,9 @@ class Transformation:
         already: Sequence[int] = (),
         missing: Sequence[int] = (),
         busy: Sequence[int] = (),
-    ) -> Outcome:
+    ) -> TransformOutcome:
         ranks = (tuple(sorted(each)) for each in (written, already, missing, busy))
-        return Outcome(path, self._manifest.global_step, self._wanted.world_size, *ranks)
+        return TransformOutcome(path, self._manifest.global_step, self._wanted.world_size, *ranks)
 
     def files(self, chosen: list[int]) -> Iterator[tuple[int, int, list[Path]]]:
         """Of each part that `run` would write: its rank, bytes of its tensors, files it is made of. Writes nothing.
@@ -249,7 +249,7 @@ class Transformation:
                 f"{self.final} exists already and is not this checkpoint transformed to this strategy; it was not "
                 "changed: choose another directory"
             )
-        if found.status is not Status.COMPLETE:
+        if found.status is not DirectoryStatus.COMPLETE:
             raise FormatError(f"{self.final} was published, but {found.why}")
         return True
 
@@ -396,7 +396,7 @@ class Transformation:
                 if problems:
                     raise FormatError(f"{self._hidden}: {problems[0][1]}; remove that rank's directory and try again")
             size = self._wanted.world_size
-            incident = Incident(
+            incident = IncidentFacts(
                 job=manifest.job,
                 generation=manifest.generation,
                 incident=manifest.incident,

@@ -27,7 +27,7 @@ from lastwords import threads
 from lastwords.launcher.events import Event, Stop
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.host import Host, HowLeft, Program
-from lastwords.launcher.processes import Seat
+from lastwords.launcher.processes import RankSeat
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.signals import UNHANDLED_STOPS
 
@@ -131,7 +131,7 @@ class HealingAgent(LocalElasticAgent):
 def _seats() -> Iterator[None]:
     """What torch's agent starts meanwhile are no processes yet, but seats of ranks."""
     before = multiprocessing.get_subprocess_handler  # type: ignore[attr-defined]
-    multiprocessing.get_subprocess_handler = Seat  # type: ignore[attr-defined, assignment]
+    multiprocessing.get_subprocess_handler = RankSeat  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.system import REAL_OS, read_whole, storage_errors
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.environment import Cluster, is_name
-from lastwords.launcher.registry import Member, Process
+from lastwords.launcher.registry import Process, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ class KeptCluster:
     job: str
     generation: Annotated[int, msgspec.Meta(ge=-1, le=GENERATIONS_MAX)]
     step: Number
-    members: Mapping[str, Member]
+    members: Mapping[str, Worker]
 
 
 @dataclass(frozen=True, slots=True)
-class _OfAnyVersion:
+class _StateOfAnyVersion:
     version: int = 0
 
 
@@ -192,7 +192,7 @@ class ClusterState:
         except FileNotFoundError:
             return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}", -1, 0, {})
         try:
-            kept = None if from_json(raw, _OfAnyVersion).version > VERSION else from_json(raw, KeptCluster)
+            kept = None if from_json(raw, _StateOfAnyVersion).version > VERSION else from_json(raw, KeptCluster)
             if kept is not None:
                 check_job_name(kept.job)
                 _check_members(kept)

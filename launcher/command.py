@@ -59,7 +59,7 @@ UNKNOWN_PID = 0
 """As the kernel has it for a process that cannot be seen from here."""
 
 
-class Claim:
+class NameClaim:
     """Names that this launcher holds until `close`.
 
     Whoever finds one taken connects, to learn by whom. A thread for each takes these connections: one that is not
@@ -89,14 +89,16 @@ class Claim:
             one.close()
 
 
-def claim(command: Sequence[str], meeting: Sequence[str], nodes: int, environ: Mapping[str, str] = os.environ) -> Claim:
+def claim(
+    command: Sequence[str], meeting: Sequence[str], nodes: int, environ: Mapping[str, str] = os.environ
+) -> NameClaim:
     """Hold this job, if it has a name, until the claim is closed. meeting: which rendezvous this is.
 
     Raises ConfigError where another launcher holds it, unless that is one of so many `nodes` of the same rendezvous.
     """
     job = environ.get("LASTWORDS_JOB", "")
     if not job:
-        return Claim()
+        return NameClaim()
     name = f"lastwords-{os.getuid()}-{_digest([job, os.getcwd(), *command])}"
     of_meeting = f"{name}-{_digest(meeting)}"
     first = _bind(name)
@@ -104,7 +106,7 @@ def claim(command: Sequence[str], meeting: Sequence[str], nodes: int, environ: M
         raise _refusal(job, _holder(name))
     for node in range(nodes):
         if (place := _bind(f"{of_meeting}-{node}")) is not None:
-            return Claim(place) if first is None else Claim(first, place)
+            return NameClaim(place) if first is None else NameClaim(first, place)
     raise _refusal(job, _holder(f"{of_meeting}-0"))
 
 

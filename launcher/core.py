@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lastwords.core_events import Tick
 from lastwords.launcher.events import (
     NOT_ENDED,
     UNKNOWN_CODE,
@@ -41,14 +42,13 @@ from lastwords.launcher.events import (
     Keep,
     Kept,
     Kill,
-    Left,
+    Leaving,
     Look,
     Lost,
     Over,
     Ready,
     Stop,
     Stopped,
-    Tick,
     Updated,
 )
 
@@ -182,7 +182,7 @@ NAMED_RANKS_MAX = 8
 """Of thousands of late ranks they are told the first ones."""
 
 
-class Place(enum.Enum):
+class RankPlace(enum.Enum):
     """Where a rank's process is."""
 
     ABSENT = "absent"
@@ -198,7 +198,7 @@ class Place(enum.Enum):
 class Rank:
     """What is known of one rank's process. Times are in seconds, by the caller's clock."""
 
-    place: Place = Place.ABSENT
+    place: RankPlace = RankPlace.ABSENT
     guarded: bool = False
     """A controller looks after it."""
     begun: bool = False
@@ -223,7 +223,7 @@ class Rank:
     @property
     def runs(self) -> bool:
         """Its process has not ended."""
-        return self.place is Place.RUNNING
+        return self.place is RankPlace.RUNNING
 
     @property
     def loop(self) -> int:
@@ -245,28 +245,28 @@ class Roster:
     """And of the newest one that has come to its end on all of them, as one has said."""
     earliest_s: float | None = None
     """Nothing is due before."""
-    _places: Counter[Place] = field(default_factory=Counter)
+    _places: Counter[RankPlace] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.ranks = {rank: Rank() for rank in self.world}
-        self._places[Place.ABSENT] = len(self.ranks)
+        self._places[RankPlace.ABSENT] = len(self.ranks)
 
     def __getitem__(self, rank: int) -> Rank:
         return self.ranks[rank]
 
-    def at(self, place: Place) -> Iterator[tuple[int, Rank]]:
+    def at(self, place: RankPlace) -> Iterator[tuple[int, Rank]]:
         """Those whose process is there; it may move meanwhile."""
         return ((rank, one) for rank, one in [*self.ranks.items()] if one.place is place)
 
-    def are_all(self, place: Place) -> bool:
+    def are_all(self, place: RankPlace) -> bool:
         """No rank is elsewhere."""
         return self._places[place] == len(self.ranks)
 
-    def are_any(self, place: Place) -> bool:
+    def are_any(self, place: RankPlace) -> bool:
         """Some rank is there."""
         return self._places[place] > 0
 
-    def put(self, rank: int, place: Place) -> None:
+    def put(self, rank: int, place: RankPlace) -> None:
         """Its process has got there, and is due nowhere."""
         one = self.ranks[rank]
         self._places[one.place] -= 1
@@ -280,8 +280,8 @@ class Roster:
 
     def renew(self) -> None:
         """New processes run, of which nothing is known."""
-        self.ranks = {rank: Rank(place=Place.RUNNING) for rank in self.world}
-        self._places = Counter({Place.RUNNING: len(self.ranks)})
+        self.ranks = {rank: Rank(place=RankPlace.RUNNING) for rank in self.world}
+        self._places = Counter({RankPlace.RUNNING: len(self.ranks)})
         self.guarded = self.begun = self.over = 0
         self.earliest_s = None
 
@@ -301,7 +301,7 @@ class Roster:
 
     def others_leave(self, now_s: float) -> None:
         """A rank has left, so that all can."""
-        for _, one in self.at(Place.RUNNING):
+        for _, one in self.at(RankPlace.RUNNING):
             if not one.killed:
                 self.leaves(one, now_s)
 
@@ -372,7 +372,7 @@ class LauncherCore:
         for rank in self.world:
             self._is_inside(rank, begun=True, loops=1)
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """Where this rank's process is."""
         return self._ranks[rank].place
 
@@ -402,7 +402,7 @@ class LauncherCore:
                 return self._begun(event)
             case Over(rank):
                 return self._loop_over(rank, now_s)
-            case Left():
+            case Leaving():
                 return self._left(event, now_s)
             case Stopped(rank):
                 return self._stopped(rank, now_s)
@@ -414,7 +414,7 @@ class LauncherCore:
                 return self._ended(event, now_s)
             case Gone(rank):
                 effects = self._ended(Ended(rank, UNKNOWN_CODE), now_s) if self._ranks[rank].runs else []
-                self._ranks.put(rank, Place.ABSENT)
+                self._ranks.put(rank, RankPlace.ABSENT)
                 return effects
             case Tick():
                 return self._tick(now_s)
@@ -428,15 +428,15 @@ class LauncherCore:
         self.entry = max(self.entry, event.entered + 1)
         if one.runs and not self._healing:
             return self._ended(Ended(rank, UNKNOWN_CODE), now_s)
-        self._ranks.put(rank, Place.READY)
+        self._ranks.put(rank, RankPlace.READY)
         return self._go_on(now_s)
 
     def _go_on(self, now_s: float) -> list[Effect]:
         """A process has ended, or one can be started: the next generation, once that is so of all ranks."""
-        if self._ranks.is_over and not self._ranks.are_any(Place.RUNNING):
+        if self._ranks.is_over and not self._ranks.are_any(RankPlace.RUNNING):
             last = f": {self._crashes.last}" if self._crashes.last else ""
             return self._stop(f"a process has ended after its training loop was over{last}")
-        if not self._ranks.are_all(Place.READY):
+        if not self._ranks.are_all(RankPlace.READY):
             return self._end_those_left_out(now_s)
         if (why := self._crashes.judge(self.entry, self._step)) is not None:
             return self._stop(why)
@@ -457,16 +457,16 @@ class LauncherCore:
         if event.failure:
             self._keep_due_s = now_s + KEEP_AGAIN_S
             return []
-        return self._enter() if self._ranks.are_all(Place.READY) else []
+        return self._enter() if self._ranks.are_all(RankPlace.READY) else []
 
     @property
     def _is_to_keep(self) -> bool:
-        return self._ranks.are_all(Place.READY) or self._ranks.are_all(Place.RUNNING)
+        return self._ranks.are_all(RankPlace.READY) or self._ranks.are_all(RankPlace.RUNNING)
 
     # ------------------------------------------------------------------ what ranks say
 
     def _is_inside(self, rank: int, *, begun: bool, loops: int) -> None:
-        self._ranks.put(rank, Place.RUNNING)
+        self._ranks.put(rank, RankPlace.RUNNING)
         one = self._ranks[rank]
         one.guarded, one.begun, one.loops = begun, begun, loops
 
@@ -478,7 +478,9 @@ class LauncherCore:
         self._is_inside(event.rank, begun=event.begun, loops=event.loops)
         if event.begun:
             self._ranks.loop_begins(event.rank)
-        if self._healing and self._ranks.are_all(Place.RUNNING):  # what the launcher before this one had kept was lost
+        if self._healing and self._ranks.are_all(
+            RankPlace.RUNNING
+        ):  # what the launcher before this one had kept was lost
             self._healing = False
             self._ranks.go_on()
             self.entry = event.generation
@@ -511,7 +513,7 @@ class LauncherCore:
             return []
         return self._end_inside(rank, now_s)
 
-    def _left(self, event: Left, now_s: float) -> list[Effect]:
+    def _left(self, event: Leaving, now_s: float) -> list[Effect]:
         """It leaves since its controller has said so. A failure with which a step was saved is none of a crash loop.
 
         Where it has lost its controller instead, the others have as long as without its word: they may be writing.
@@ -544,16 +546,16 @@ class LauncherCore:
             self.stopped = True
             return [Stop(f"rank {rank}: {event.raised}", lasting=True)]
         if code == 0 and not self._healing:
-            self._ranks.put(rank, Place.DONE)
-            return self._stop(None) if self._ranks.are_all(Place.DONE) else []
+            self._ranks.put(rank, RankPlace.DONE)
+            return self._stop(None) if self._ranks.are_all(RankPlace.DONE) else []
         if one.told or one.killed or (one.left and not event.raised):
-            self._ranks.put(rank, Place.READY)
+            self._ranks.put(rank, RankPlace.READY)
             return self._go_on(now_s)
         if not self._guarded and code != UNKNOWN_CODE:  # which may be that of whoever has started it
             return self._stop(f"rank {rank} ended before lastwords protected it: {event.words}")
         effects = [] if self._healing else self._over(rank, now_s)
         self._crashes.ended(event)
-        self._ranks.put(rank, Place.READY)
+        self._ranks.put(rank, RankPlace.READY)
         if one.lacks:
             self._crashes.give_up(
                 f"rank {rank}: {event.words}, and its training loop began without tft.resume(missing_ok=True), so it "
@@ -566,11 +568,16 @@ class LauncherCore:
         self._crashes.over()
         self._healing = True
         self.entry += 1
-        for other, _ in self._ranks.at(Place.DONE):
+        for other, _ in self._ranks.at(RankPlace.DONE):
             self._crashes.ended(Ended(other, 0))
-            self._ranks.put(other, Place.ABSENT if self.keeps else Place.READY)  # its supervisor has ended with it
+            self._ranks.put(
+                other, RankPlace.ABSENT if self.keeps else RankPlace.READY
+            )  # its supervisor has ended with it
         return [
-            end for other, _ in self._ranks.at(Place.RUNNING) if other != rank for end in self._end_inside(other, now_s)
+            end
+            for other, _ in self._ranks.at(RankPlace.RUNNING)
+            if other != rank
+            for end in self._end_inside(other, now_s)
         ]
 
     def _end_inside(self, rank: int, now_s: float) -> list[Effect]:
@@ -579,7 +586,7 @@ class LauncherCore:
         if one.guarded or self._ranks.guarded >= one.loop:
             (self._ranks.leaves if self._leaving else self._ranks.saves)(one, now_s)
             return []
-        if self._ranks.are_any(Place.ABSENT):
+        if self._ranks.are_any(RankPlace.ABSENT):
             self._left_out = True  # it may be guarded
             return []
         one.told = True
@@ -587,10 +594,10 @@ class LauncherCore:
         return [End(rank)]
 
     def _end_those_left_out(self, now_s: float) -> list[Effect]:
-        if not self._left_out or self._ranks.are_any(Place.ABSENT):
+        if not self._left_out or self._ranks.are_any(RankPlace.ABSENT):
             return []
         self._left_out = False
-        left_out = [rank for rank, one in self._ranks.at(Place.RUNNING) if one.due_s is None]
+        left_out = [rank for rank, one in self._ranks.at(RankPlace.RUNNING) if one.due_s is None]
         return [end for rank in left_out for end in self._end_inside(rank, now_s)]
 
     def _kill(self, rank: int, why: str, now_s: float) -> Effect:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lastwords.core_events import Tick
+
 UNKNOWN_CODE = 256
 """No process ends with it: how this one has ended only whoever has started it knows."""
 
@@ -75,7 +77,7 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Leaving:
     """`rank` is told to leave after an incident, and ends now.
 
     step: the newest one that it knows to be saved; 0: none. record: path of the controller's incidents.jsonl. ended:
@@ -133,12 +135,7 @@ class Kept:
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Ready | Gone | Inside | Guarded | Begun | Updated | Over | Left | Ended | Stopped | Lost | Kept | Tick
+Event = Ready | Gone | Inside | Guarded | Begun | Updated | Over | Leaving | Ended | Stopped | Lost | Kept | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ from lastwords import threads
 from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.timeline import UNREADABLE, Telling, append_record, records
 from lastwords.controller.words import ranks_text
+from lastwords.core_events import Tick
 from lastwords.errors import StorageError, UnavailableError
-from lastwords.launcher.core import LauncherCore, Place
+from lastwords.launcher.core import LauncherCore, RankPlace
 from lastwords.launcher.events import (
     UNKNOWN_CODE,
     Begun,
@@ -36,10 +37,9 @@ from lastwords.launcher.events import (
     Event,
     Gone,
     Keep,
-    Left,
+    Leaving,
     Lost,
     Stop,
-    Tick,
     Updated,
 )
 from lastwords.launcher.link import (
@@ -173,12 +173,12 @@ class Head:
 
     def _note(self, event: Event, now_s: float) -> None:
         match event:
-            case Left(rank, step, record, ended):
+            case Leaving(rank, step, record, ended):
                 self._record = Path(record) if record else self._record
                 self._recovery.left(rank, step, now_s, ended)
             case Ended(rank, code, how, raised) if self.core.is_by_itself(event):
                 self._recovery.died(rank, code, now_s, how, raised)
-            case Gone(rank) if self.core.place(rank) is Place.RUNNING:
+            case Gone(rank) if self.core.place(rank) is RankPlace.RUNNING:
                 self._recovery.died(rank, UNKNOWN_CODE, now_s)
             case Begun(rank, step, inexact, _, imports):
                 self._recovery.begun(rank, step, now_s, inexact, dict(imports))

@@ -25,7 +25,7 @@ from lastwords.launcher.events import (
     Event,
     Guarded,
     Kill,
-    Left,
+    Leaving,
     Look,
     Lost,
     Ready,
@@ -36,7 +36,7 @@ from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.link import Complaints, Connection, Inbox
 from lastwords.launcher.processes import (
     RankProcess,
-    Seat,
+    RankSeat,
     children,
     collect_orphans,
     end_group,
@@ -50,14 +50,14 @@ from lastwords.launcher.protocol import (
     Dismissed,
     Fork,
     FromRank,
-    Hello,
     Loaded,
-    Raised,
+    RankHello,
+    RankRaised,
     difference,
     read,
     to_message,
 )
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import OomCounts, ending_text
 from lastwords.liveness.pidfd import PidWatcher
@@ -157,7 +157,7 @@ class Program:
     preload: tuple[str, ...] = ()
     dies_with_launcher: bool = False
 
-    def path_of(self, seats: Mapping[int, Seat]) -> str:
+    def path_of(self, seats: Mapping[int, RankSeat]) -> str:
         """Where the script's own modules are."""
         args = next(iter(seats.values())).args
         return os.getcwd() if self.is_module or len(args) < 2 else os.path.dirname(os.path.realpath(str(args[1])))
@@ -185,7 +185,7 @@ class Host:
 
     def __init__(
         self,
-        seats: Mapping[int, Seat],
+        seats: Mapping[int, RankSeat],
         program: Program,
         selector: selectors.BaseSelector,
         report: Callable[[Event], None],
@@ -198,7 +198,7 @@ class Host:
         self.address = ""
         """Of rank 0's host, where it is another one than that of the store."""
         self._program = program
-        self._raised: dict[int, Raised] = {}
+        self._raised: dict[int, RankRaised] = {}
         """What they have said before their end."""
         self._asked: set[int] = set()
         """Processes that were told to end, from here."""
@@ -212,7 +212,7 @@ class Host:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._said: set[str] = set()
         self._saved_step, self._ended_step, self._record = 0, 0, ""
-        self._files = _Files(seats, program)
+        self._files = _ProgramFiles(seats, program)
         self._sessions: set[int] = set()
         self._before = {*children()}
         """Processes that this one had before it had any rank: of a shell, say, that has become this launcher."""
@@ -375,7 +375,7 @@ class Host:
         if self._forking is not None:
             self._spawn_all(*self._forking)
 
-    def _fork(self, rank: int, seat: Seat, more: Mapping[str, str], step: int) -> Fork:
+    def _fork(self, rank: int, seat: RankSeat, more: Mapping[str, str], step: int) -> Fork:
         # torch's own: -u, and perhaps -m
         argv = [str(one) for one in seat.args[2 if self._program.is_module else 1 :]]
         environment = {**os.environ, **seat.env, **more}
@@ -385,7 +385,7 @@ class Host:
             seat.cpus,
         )  # fmt: skip
 
-    def _spawn(self, rank: int, seat: Seat, more: dict[str, str]) -> None:
+    def _spawn(self, rank: int, seat: RankSeat, more: dict[str, str]) -> None:
         seat.spawn(more)
         self._watch(rank)
 
@@ -449,7 +449,7 @@ class Host:
                 while link.read():  # that its loop was over, say: its end may be seen first
                     pass
                 link.close()
-            said = self._raised.pop(rank, Raised("", lasting=False))
+            said = self._raised.pop(rank, RankRaised("", lasting=False))
             event = Ended(rank, code, ending_text(code, before, counts.read()), said.error, said.lasting)
             if code and process.pid not in self._asked and (said.error or process.pid not in self._left):
                 _log.warning("rank %d (pid %d) ended with %d (%s)", rank, process.pid, code, event.words)
@@ -504,22 +504,22 @@ class Host:
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         who = _Who()
         pid, uid = peer(link)
-        inbox = Inbox(f"process {pid}", lambda message: read(message, Hello | FromRank, who.rank), self._complaints)
+        inbox = Inbox(f"process {pid}", lambda message: read(message, RankHello | FromRank, who.rank), self._complaints)
         connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
         if uid not in (os.geteuid(), 0):
             self._complaints.tell(f"user {uid}", "has come to the socket of this launcher's ranks, and is not heard")
             connection.close()
         return connection
 
-    def _hear(self, who: _Who, link: Connection, report: Hello | FromRank | None) -> None:
+    def _hear(self, who: _Who, link: Connection, report: RankHello | FromRank | None) -> None:
         match report:
-            case Hello():
+            case RankHello():
                 self._meet(who, link, report)
             case None:
                 pass  # how a process ends is told by its pidfd
             case _ if who.rank == OWN:
                 pass
-            case Raised():
+            case RankRaised():
                 self._raised[who.rank] = report
             case Loaded(files):
                 self._files.add(files)
@@ -529,14 +529,14 @@ class Host:
                 match report:
                     case Guarded(rank, path) if path:
                         self._standby.controlled(rank, Path(path))
-                    case Left(rank, step, record, ended):
+                    case Leaving(rank, step, record, ended):
                         self._left.add(self.seats[rank].proc.pid)
                         self._saved_step = max(self._saved_step, step)
                         self._ended_step = max(self._ended_step, ended)
                         self._record = record or self._record
                 self._report(report)
 
-    def _meet(self, who: _Who, link: Connection, hello: Hello) -> None:
+    def _meet(self, who: _Who, link: Connection, hello: RankHello) -> None:
         """A process introduces itself. Each one that was started leads a session, also where a shell is around it.
 
         What is left of a process of an earlier generation is not heard.
@@ -550,7 +550,7 @@ class Host:
             return
         name = f"rank {rank} (pid {hello.pid})"
         if (wrong := difference(hello.version)) is not None:
-            link.tell(to_message(Refused(f"{name} {wrong}")))
+            link.tell(to_message(Rejected(f"{name} {wrong}")))
             link.close()
             return self._lost(f"{name} {wrong}")
         link.let_in(name)
@@ -575,10 +575,10 @@ class _Who:
     rank = OWN
 
 
-class _Files:
+class _ProgramFiles:
     """What the program consists of: the script from the start on, the rest since a rank has told of it."""
 
-    def __init__(self, seats: Mapping[int, Seat], program: Program) -> None:
+    def __init__(self, seats: Mapping[int, RankSeat], program: Program) -> None:
         args = next(iter(seats.values())).args
         self._script = str(args[1]) if program.python and not program.is_module else ""
         self._known: dict[str, tuple[object, bytes]] = {}

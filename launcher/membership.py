@@ -21,7 +21,7 @@ from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.launcher.cluster_state import directory_of, read_token
 from lastwords.launcher.environment import Cluster
-from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Left, Over, Ready
+from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Leaving, Over, Ready
 from lastwords.launcher.link import (
     RECV_BYTES,
     STRANGER_LINE_BYTES_MAX,
@@ -49,7 +49,7 @@ from lastwords.launcher.protocol import (
     read,
     to_message,
 )
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from lastwords.liveness import process_id
 from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 from lastwords.processor.departure import say
@@ -125,7 +125,7 @@ class Candidate:
     def _take_place(self, answer: Admission) -> None:
         self._name, self._rank, self._job = answer.name, answer.rank, answer.job
 
-    def ask(self) -> Joined | Refused:
+    def ask(self) -> Joined | Rejected:
         """The scheduler's answer. NO_ANSWER, ConfigError."""
         token = read_token(self._cluster.path)
         link = socket.create_connection((self._cluster.host, self._cluster.port), ANSWER_S)
@@ -140,7 +140,7 @@ class Candidate:
         link.close()
         return answer
 
-    def _apply(self, link: socket.socket, lines: Lines, token: str) -> Admission | Refused:
+    def _apply(self, link: socket.socket, lines: Lines, token: str) -> Admission | Rejected:
         _refuse_itself(link)
         keep_alive(link)
         challenge: Challenge = read(_next(link, lines), Challenge)
@@ -152,7 +152,7 @@ class Candidate:
         )
         application = {**dataclasses.asdict(who), "version": PROTOCOL}
         send(link, to_message(Application(application, proof_of(token, challenge.nonce, application))))
-        answer: Admission | Refused = read(_next(link, lines), Answer)
+        answer: Admission | Rejected = read(_next(link, lines), Answer)
         return answer
 
 
@@ -183,11 +183,11 @@ def _next(link: socket.socket, lines: Lines) -> dict[str, Any]:
 SILENT_S = 10.0
 """Without a word from the scheduler, which says one every `scheduler.BEAT_S`, and before each write."""
 
-_REPEATED = (Guarded, Begun, Over, Left)
+_REPEATED = (Guarded, Begun, Over, Leaving)
 
 
 @dataclass(slots=True)
-class _Stand:
+class _Standing:
     """What a scheduler has to hear of this worker's rank if it knows nothing. entry: its newest generation."""
 
     entry: int = -1
@@ -217,12 +217,12 @@ class _Stand:
         if self.done:
             return [Done(self.entry)]
         if not self.runs:
-            return [*(one for one in self.said.values() if isinstance(one, Left)), Ready(OWN, self.entry)]
+            return [*(one for one in self.said.values() if isinstance(one, Leaving)), Ready(OWN, self.entry)]
         inside = Inside(OWN, self.entry, Begun in self.said, self.loops)
         return [inside, *(event for kind, event in self.said.items() if kind is not Begun)]
 
 
-class Membership:
+class WorkerMembership:
     """This process in `cluster`, whose rank it is on return. Errors as of `Candidate.join`. Thread of the selector.
 
     obey: takes what the scheduler orders. ended: nobody will order anything any more; why, and whether the rank has to
@@ -240,7 +240,7 @@ class Membership:
         self._cluster, self._selector = cluster, selector
         self._obey_order, self._ended = obey, ended
         self._candidate = Candidate(cluster)
-        self._stand = _Stand()
+        self._stand = _Standing()
         self._complaints = Complaints()
         self._scheduler: Connection | None = None
         self._own_time = OwnTime()
@@ -322,9 +322,9 @@ class Membership:
         except ConfigError as error:  # it will not get better
             return self._end(str(error), True)
         except UnavailableError as error:  # its files are removed once all have come to their end, this one as well
-            answer = Refused(f"there is none: {error}", later=True, done=self._stand.done)
+            answer = Rejected(f"there is none: {error}", later=True, done=self._stand.done)
         except NO_ANSWER as error:
-            answer = Refused(f"there is none: {error}", later=True)
+            answer = Rejected(f"there is none: {error}", later=True)
         self._now_s = self._own_time.at(mono_s(), ASK_S_MAX)
         if isinstance(answer, Joined):
             self._connect(answer)

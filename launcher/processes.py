@@ -59,7 +59,7 @@ class RankProcess:
         return code
 
 
-class Seat:
+class RankSeat:
     """A rank's place on this host, over all generations. For torch's agent it is a `SubprocessHandler`.
 
     args, env, stdout, stderr: torch's, of the first generation. proc: the process of this one.
@@ -90,14 +90,14 @@ class Seat:
 
         paths = self.stdout, self.stderr
 
-        class Own(SubprocessHandler):
+        class OwnSession(SubprocessHandler):
             def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
                 with contextlib.ExitStack() as files:
                     out, err = (files.enter_context(open(output(one), "ab")) if one else None for one in paths)
                     return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
 
         environment = {**self.env, **env}
-        own = Own(self.entrypoint, self.args, environment, None, None, self.local_rank_id, self.numa_options)
+        own = OwnSession(self.entrypoint, self.args, environment, None, None, self.local_rank_id, self.numa_options)
         self.proc = own.proc
 
     def close(self, death_sig: signal.Signals | None = None) -> None:

@@ -29,7 +29,7 @@ import msgspec
 
 from lastwords.errors import FormatError
 from lastwords.launcher import events
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 
 # What a fork server and its launcher say to each other; one message is one line (link.py, protocol.py).
@@ -122,7 +122,7 @@ OWN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hello:
+class RankHello:
     """A rank's first message."""
 
     rank: int
@@ -131,7 +131,7 @@ class Hello:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Raised:
+class RankRaised:
     """An exception leaves the script, and with it the process ends. error, lasting: as of `events.Ended`."""
 
     error: str
@@ -237,17 +237,17 @@ class Introduction:
     version: int = 0
 
 
-OfRank = events.Guarded | events.Begun | events.Updated | events.Over | events.Left
+OfRank = events.Guarded | events.Begun | events.Updated | events.Over | events.Leaving
 """What a rank itself says of what happens to it."""
-FromRank = OfRank | ControllerWanted | Loaded | Raised
-ToRank = ControllerAnswer | Dismissed | Refused
+FromRank = OfRank | ControllerWanted | Loaded | RankRaised
+ToRank = ControllerAnswer | Dismissed | Rejected
 FromSupervisor = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | Done
-ToSupervisor = events.Enter | events.End | events.Kill | events.Look | Dismissed | Refused | Done | Beat
+ToSupervisor = events.Enter | events.End | events.Kill | events.Look | Dismissed | Rejected | Done | Beat
 FromHost = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | events.Lost
 ToHost = events.Enter | events.End | events.Kill | events.Awaited | events.Look | events.Stop
-Answer = Admission | Refused
+Answer = Admission | Rejected
 """That of a scheduler to an application."""
-Greeting = Hello | Challenge | Application | Admission | Introduction
+Greeting = RankHello | Challenge | Application | Admission | Introduction
 Message = FromRank | ToRank | FromSupervisor | ToSupervisor | FromHost | ToHost | Greeting
 KINDS = (*get_args(Message), Applicant, events.Seat)
 """All types that go over a connection, those within others as well."""

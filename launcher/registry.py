@@ -25,7 +25,7 @@ class Process:
 
 
 @dataclass(slots=True)
-class Member:
+class Worker:
     """The process that is `rank`. linked: a connection to it is open. silent_since_s: else, since when it is not."""
 
     rank: int
@@ -48,7 +48,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejected:
     """It is not. later: it may apply again, since whoever has the name may be about to end."""
 
     why: str
@@ -62,7 +62,7 @@ class Registry:
     """The members of a cluster of so many workers, by name."""
 
     workers: int
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, Worker] = field(default_factory=dict)
 
     def apply(
         self,
@@ -72,31 +72,31 @@ class Registry:
         now_s: float,
         runs: Callable[[Process], bool | None],
         rank: int | None = None,
-    ) -> Admitted | Refused:
+    ) -> Admitted | Rejected:
         """A process wants to be a worker.
 
         name: "" for any. runs: whether a process does; None where nobody knows. It may find out that its member is
         done. rank: what it is already, by the word of a scheduler that has left nothing.
         """
         if workers != self.workers:
-            return Refused(f"it was started for {workers} workers, and the cluster has {self.workers} (MS_WORKER_NUM)")
+            return Rejected(f"it was started for {workers} workers, and the cluster has {self.workers} (MS_WORKER_NUM)")
         name = name or self._any_name(process, now_s, runs)
         if not name:
-            return Refused(f"all {self.workers} workers are there", later=True)
+            return Rejected(f"all {self.workers} workers are there", later=True)
         member = self.members.get(name)
         if member is None:
             return self._begin(name, process, now_s, rank)
         if rank not in (None, member.rank):
-            return Refused(f"it is rank {rank}, and {name!r} is rank {member.rank} by now; start it again")
+            return Rejected(f"it is rank {rank}, and {name!r} is rank {member.rank} by now; start it again")
         if member.done and member.process != process:
-            return Refused(f"worker {name!r} has come to its end before, so there is nothing to do", done=True)
+            return Rejected(f"worker {name!r} has come to its end before, so there is nothing to do", done=True)
         if member.process != process:
             if (why := self._is_taken(member, now_s, runs)) is not None:
-                return Refused(f"{name!r} is taken by {why}", later=True)
-            self.members[name] = Member(member.rank, process, silent_since_s=now_s)
+                return Rejected(f"{name!r} is taken by {why}", later=True)
+            self.members[name] = Worker(member.rank, process, silent_since_s=now_s)
             return Admitted(name, member.rank, anew=True)
         if member.over:
-            return Refused(f"{name!r} was silent for {SILENCE_S:g} s and counts as dead; start it again")
+            return Rejected(f"{name!r} was silent for {SILENCE_S:g} s and counts as dead; start it again")
         return Admitted(name, member.rank, anew=False)
 
     def ended(self, now_s: float, runs: Callable[[Process], bool | None]) -> list[int]:
@@ -108,17 +108,17 @@ class Registry:
                 found.append(member.rank)
         return found
 
-    def _begin(self, name: str, process: Process, now_s: float, is_rank: int | None) -> Admitted | Refused:
+    def _begin(self, name: str, process: Process, now_s: float, is_rank: int | None) -> Admitted | Rejected:
         taken = {member.rank for member in self.members.values()}
         if is_rank in taken:
-            return Refused(f"it is rank {is_rank}, which is another worker by now; start it again")
+            return Rejected(f"it is rank {is_rank}, which is another worker by now; start it again")
         free = [rank for rank in range(self.workers) if rank not in taken]
         if not free:
             names = ", ".join(map(repr, [*self.members][:8]))
-            return Refused(f"{name!r} is no worker of this cluster; its {self.workers} workers are {names}")
+            return Rejected(f"{name!r} is no worker of this cluster; its {self.workers} workers are {names}")
         wanted = is_rank if is_rank is not None else int(name) if name.isascii() and name.isdigit() else -1
         rank = wanted if wanted in free else free[-1]  # numbers mean the rank, and may come later
-        self.members[name] = Member(rank, process, silent_since_s=now_s)
+        self.members[name] = Worker(rank, process, silent_since_s=now_s)
         return Admitted(name, rank, anew=True)
 
     def _any_name(self, process: Process, now_s: float, runs: Callable[[Process], bool | None]) -> str:
@@ -135,7 +135,7 @@ class Registry:
         free = [name for name, one in self.members.items() if self._is_taken(one, now_s, runs) is None]
         return min(free, key=lambda name: self.members[name].rank, default="")
 
-    def _is_taken(self, member: Member, now_s: float, runs: Callable[[Process], bool | None]) -> str | None:
+    def _is_taken(self, member: Worker, now_s: float, runs: Callable[[Process], bool | None]) -> str | None:
         """By whom; None if its process is dead, or has been silent for so long."""
         if member.over:
             return None

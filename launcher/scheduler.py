@@ -25,7 +25,7 @@ from lastwords import descriptors
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import BusyError, ConfigError, StorageError
 from lastwords.launcher.cluster_state import ClusterState, KeptCluster
-from lastwords.launcher.core import KEEP_AGAIN_S, Place
+from lastwords.launcher.core import KEEP_AGAIN_S, RankPlace
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
     Awaited,
@@ -63,7 +63,7 @@ from lastwords.launcher.protocol import (
     read,
     to_message,
 )
-from lastwords.launcher.registry import Admitted, Member, Process, Refused, Registry
+from lastwords.launcher.registry import Admitted, Process, Registry, Rejected, Worker
 from lastwords.liveness import process_id
 from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 
@@ -295,10 +295,10 @@ class Scheduler:
                 self._tell(rank, Done())
                 self._report(Ended(rank, 0))
         for link, verdict in verdicts:
-            if isinstance(verdict, Refused):
+            if isinstance(verdict, Rejected):
                 link.tell(verdict)
             elif failure is not None and verdict.name in new:
-                link.tell(Refused(failure, later=True))
+                link.tell(Rejected(failure, later=True))
             else:
                 self._admit(link, verdict)
 
@@ -310,7 +310,7 @@ class Scheduler:
             healed = self._head.core.heals
             if healed:
                 self._report(Ended(rank, 0))
-            if not healed or self._head.core.place(rank) is Place.ABSENT:  # it has said so before
+            if not healed or self._head.core.place(rank) is RankPlace.ABSENT:  # it has said so before
                 self._report(Ready(rank, entry))
 
     # ------------------------------------------------------------------ who is there
@@ -340,17 +340,17 @@ class Scheduler:
             wrong = difference(application.version) or ""
             name, pid = (application.apply.get(key) for key in ("name", "pid"))
             self.complaints.tell(f"worker {name!r:.80} (pid {pid!s:.20} at {link.address})", wrong)
-            return link.tell(Refused(f"it {wrong}"))
+            return link.tell(Rejected(f"it {wrong}"))
         self._applied.append((link, who))
 
-    def _verdict(self, who: Applicant) -> Admitted | Refused:
+    def _verdict(self, who: Applicant) -> Admitted | Rejected:
         if who.job and self._kept.generation < 0 and not self._registry.members:
             self._kept = dataclasses.replace(self._kept, job=who.job)  # what the scheduler before has kept is lost
         process = Process(who.host, who.pid, who.start_ticks)
         return self._registry.apply(who.name, process, who.workers, self._now_s, self._runs_still, who.rank)
 
     def _admit(self, link: _Link, verdict: Admitted) -> None:
-        if verdict.anew and self._head.core.place(verdict.rank) is not Place.ABSENT:
+        if verdict.anew and self._head.core.place(verdict.rank) is not RankPlace.ABSENT:
             self._report(Gone(verdict.rank))
         self._cannot_start(verdict.rank)
         older = self._links.pop(verdict.rank, None)
@@ -378,7 +378,7 @@ class Scheduler:
 
     def _cannot_start(self, rank: int) -> None:
         """Before its supervisor has said, over another connection, where it is."""
-        if self._head.core.place(rank) is Place.READY:
+        if self._head.core.place(rank) is RankPlace.READY:
             self._head.hear(Gone(rank))
 
     def _look(self) -> None:
@@ -397,7 +397,7 @@ class Scheduler:
             self._ask_for(rank)
         if now_s - self._told_s >= NOTICE_S:
             self._told_s = now_s
-            missing = [r for r in range(self._cluster.workers) if self._head.core.place(r) is Place.ABSENT]
+            missing = [r for r in range(self._cluster.workers) if self._head.core.place(r) is RankPlace.ABSENT]
             if missing:
                 named = ", ".join(map(str, missing[:NAMED_MAX])) + (" ..." if len(missing) > NAMED_MAX else "")
                 _log.warning("waiting for workers to be started: ranks %s", named)
@@ -416,7 +416,7 @@ class Scheduler:
                 pass
         return running
 
-    def _member(self, rank: int) -> Member:
+    def _member(self, rank: int) -> Worker:
         return next(one for one in self._registry.members.values() if one.rank == rank)
 
     # ------------------------------------------------------------------ what is said and done
@@ -451,7 +451,7 @@ class Scheduler:
             case Ended(code=code):
                 return code != 0
             case Ready(rank):
-                return self._head.core.place(rank) is Place.RUNNING
+                return self._head.core.place(rank) is RankPlace.RUNNING
             case _:
                 return False
 
@@ -476,7 +476,7 @@ class Scheduler:
         """Those that had come to their end before another one has failed; the next scheduler has to know that."""
         wanted = [
             one for one in self._registry.members.values()
-            if one.done and self._head.core.place(one.rank) is Place.ABSENT
+            if one.done and self._head.core.place(one.rank) is RankPlace.ABSENT
         ]  # fmt: skip
         for one in wanted:
             one.done = False

@@ -27,7 +27,7 @@ from lastwords.launcher.events import (
     Event,
     Guarded,
     Kill,
-    Left,
+    Leaving,
     Look,
     Lost,
     Over,
@@ -36,8 +36,8 @@ from lastwords.launcher.events import (
 )
 from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.host import Host, Program
-from lastwords.launcher.membership import Membership
-from lastwords.launcher.processes import Seat
+from lastwords.launcher.membership import WorkerMembership
+from lastwords.launcher.processes import RankSeat
 from lastwords.launcher.protocol import Done, ToSupervisor
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.departure import EXIT_NOT_SAVED, flush, say
@@ -68,7 +68,7 @@ def become_supervisor() -> None:
 def supervise(cluster: Cluster, argv: Sequence[str]) -> int:
     """Until the worker has come to its end, or nothing is left to do for it; its exit code. argv: -m NAME, or a script.
 
-    Errors as of `Membership`.
+    Errors as of `WorkerMembership`.
     """
     with selectors.DefaultSelector() as selector:
         return Supervisor(cluster, argv, selector).run()
@@ -93,7 +93,7 @@ class Supervisor:
         take_in_orphans()
         forks = ForkServer(sys.executable, os.environ, selector, f"{cluster.address} {cluster.path}")
         forks.start()  # it imports while this worker may have to wait for its scheduler
-        self._membership = Membership(cluster, selector, self._obey, self._is_over)
+        self._membership = WorkerMembership(cluster, selector, self._obey, self._is_over)
         rank = self._membership.rank
         is_module = argv[0] == "-m"
         environment = {
@@ -102,7 +102,7 @@ class Supervisor:
             "MASTER_ADDR": cluster.host,
             "TORCHELASTIC_RUN_ID": self._membership.job,
         }
-        self._seat = Seat(sys.executable, ("-u", *argv), environment, None, None, 0)
+        self._seat = RankSeat(sys.executable, ("-u", *argv), environment, None, None, 0)
         program = Program(sys.executable, is_module, _threads(), dies_with_launcher=True)
         self._host = Host({rank: self._seat}, program, selector, self._report, forks)
 
@@ -170,7 +170,7 @@ class Supervisor:
             case Lost(why):
                 say(f"lastwords: rank {self._membership.rank} ends: {why}")
                 return self._end(1)
-            case Guarded() | Begun() | Updated() | Over() | Left() | Stopped():
+            case Guarded() | Begun() | Updated() | Over() | Leaving() | Stopped():
                 self._membership.report(event)
             case _:
                 pass  # that it is ready, the scheduler knows

@@ -71,7 +71,7 @@ class EndKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class LifeOwner:
     """The process that a life line belongs to, as written in the file."""
 
     pid: int
@@ -219,7 +219,7 @@ class LifeLine:
         libc.pthread_mutex_unlock(mutex)
 
 
-class Watch:
+class LifeWatch:
     """A running watch of one life line. `stop()` ends it without a call-back.
 
     Takes the mapping over. UnavailableError if no thread can be started, which is a shortage.
@@ -227,7 +227,7 @@ class Watch:
 
     def __init__(self, path: Path, mapping: _Mapping, on_end: Callable[[EndKind], None]) -> None:
         _, _, _, ticks, pid, _ = mapping.header()
-        self.owner = Owner(pid=pid, start_ticks=ticks)
+        self.owner = LifeOwner(pid=pid, start_ticks=ticks)
         self._path = path
         self._mapping = mapping
         self._on_end = on_end
@@ -276,23 +276,23 @@ class Watch:
         return None
 
 
-def watch(path: Path, on_end: Callable[[EndKind], None], *, process: ProcessId | None = None) -> Watch:
+def watch(path: Path, on_end: Callable[[EndKind], None], *, process: ProcessId | None = None) -> LifeWatch:
     """Call `on_end` once, in a thread of its own, when the owner of this life line dies or releases it.
 
     An owner that has already ended is reported at once. Raises UnavailableError if there is no file (yet), if it is
     not `process`'s, or if no thread can be started; FormatError if it is not a life line.
     """
-    return Watch(path, _attach(path, process), on_end)
+    return LifeWatch(path, _attach(path, process), on_end)
 
 
-def owner_of(path: Path) -> Owner:
+def owner_of(path: Path) -> LifeOwner:
     """The process that this life line belongs to, alive or not. Raises like `watch`."""
     mapping = _attach(path, None)
     try:
         _, _, _, ticks, pid, _ = mapping.header()
     finally:
         mapping.unmap()
-    return Owner(pid=pid, start_ticks=ticks)
+    return LifeOwner(pid=pid, start_ticks=ticks)
 
 
 def state_of(path: Path, *, process: ProcessId | None = None) -> EndKind | None:

@@ -21,7 +21,7 @@ from lastwords.errors import (
 from lastwords.liveness import process_id
 from lastwords.liveness.endings import UNKNOWN, OomCounts, OomKills, ending_text
 from lastwords.liveness.pidfd import PidWatcher
-from lastwords.liveness.robust_mutex import EndKind, Watch, state_of, watch
+from lastwords.liveness.robust_mutex import EndKind, LifeWatch, state_of, watch
 from lastwords.vocabulary import DeathSource, ProcessId
 
 _log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
-class _Entry:
+class _WatchedLine:
     process: ProcessId
     life_path: Path | None
-    life: Watch | None = None
+    life: LifeWatch | None = None
     pid_token: int | None = None
     by_pid: bool = True
     counts: OomCounts | None = None
@@ -80,7 +80,7 @@ class HostWatch:
         self._on_ending = on_ending
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _WatchedLine] = {}
         self._lacking: dict[int, tuple[ProcessId, str]] = {}  # what does not work in watching them, and has been said
         self._pids = PidWatcher()
 
@@ -103,7 +103,7 @@ class HostWatch:
         /dev/shm but not the pid namespace, where its pid means another one.
         """
         self.remove(rank)
-        entry = _Entry(process, life_path, by_pid=by_pid)
+        entry = _WatchedLine(process, life_path, by_pid=by_pid)
         if by_pid:
             entry.counts = OomCounts.around(process.pid)
             entry.kills = entry.counts.read()
@@ -151,16 +151,16 @@ class HostWatch:
             self._forget(entry)
         self._pids.stop()
 
-    def _by_life_line(self, rank: int, entry: _Entry) -> DeathSource:
+    def _by_life_line(self, rank: int, entry: _WatchedLine) -> DeathSource:
         assert entry.life_path is not None, "only where there is one"
         entry.life = watch(entry.life_path, functools.partial(self._life_ended, rank, entry), process=entry.process)
         return DeathSource.ROBUST_MUTEX
 
-    def _by_pidfd(self, rank: int, entry: _Entry) -> DeathSource:
+    def _by_pidfd(self, rank: int, entry: _WatchedLine) -> DeathSource:
         entry.pid_token = self._pids.add(entry.process, functools.partial(self._pid_ended, rank, entry))
         return DeathSource.PIDFD
 
-    def _add_later(self, rank: int, entry: _Entry, way: Callable[[int, _Entry], DeathSource]) -> None:
+    def _add_later(self, rank: int, entry: _WatchedLine, way: Callable[[int, _WatchedLine], DeathSource]) -> None:
         def again() -> None:
             if not self._has(rank, entry):
                 return
@@ -190,21 +190,21 @@ class HostWatch:
         elif not text and said is not None and said[0] == process:
             _log.warning("every way of watching rank %d (process %d) works now", rank, process.pid)
 
-    def _has(self, rank: int, entry: _Entry) -> bool:
+    def _has(self, rank: int, entry: _WatchedLine) -> bool:
         with self._lock:
             return self._entries.get(rank) is entry
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: _WatchedLine) -> None:
         if entry.life is not None:
             entry.life.stop()
         if entry.pid_token is not None:
             self._pids.remove(entry.pid_token)
 
-    def _life_ended(self, rank: int, entry: _Entry, kind: EndKind) -> None:
+    def _life_ended(self, rank: int, entry: _WatchedLine, kind: EndKind) -> None:
         self._ended(rank, entry, DeathSource.ROBUST_MUTEX, kind)
         self._tell_ending(rank, entry, last=entry.pid_token is None)
 
-    def _pid_ended(self, rank: int, entry: _Entry) -> None:
+    def _pid_ended(self, rank: int, entry: _WatchedLine) -> None:
         kind = EndKind.DIED
         if entry.life_path is not None:
             try:
@@ -214,7 +214,7 @@ class HostWatch:
         self._ended(rank, entry, DeathSource.PIDFD, kind)
         self._tell_ending(rank, entry, last=True)
 
-    def _ended(self, rank: int, entry: _Entry, source: DeathSource, kind: EndKind) -> None:
+    def _ended(self, rank: int, entry: _WatchedLine, source: DeathSource, kind: EndKind) -> None:
         now_s = self._clock()
         with self._lock:
             if self._entries.get(rank) is not entry:
@@ -226,7 +226,7 @@ class HostWatch:
         else:
             self._on_release(rank)
 
-    def _tell_ending(self, rank: int, entry: _Entry, *, last: bool) -> None:
+    def _tell_ending(self, rank: int, entry: _WatchedLine, *, last: bool) -> None:
         """last: nobody will look again, so it is told even if its exit status is not known."""
         if not entry.died or entry.told or not entry.by_pid:
             return

@@ -62,7 +62,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Look:
+class JobLook:
     """What is known at one instant. state: the newest that the controller has told, None if it never has.
 
     note: why it does not answer, "" if it does; heard_unix_s: when it last did, 0.0 while it does.
@@ -90,7 +90,7 @@ def newest_step(state: ControllerState) -> int:
     return max((rank.stand.ended_step for rank in state.ranks if rank.stand is not None), default=0)
 
 
-def compact(look: Look) -> dict[str, Any]:
+def compact(look: JobLook) -> dict[str, Any]:
     """All that the page shows, as JSON; its keys are the same each time. Times are Unix seconds, sizes bytes."""
     state = look.state
     found: dict[str, Any] = {
@@ -133,7 +133,7 @@ def _digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.3g}")
 
 
-def _open(look: Look) -> dict[str, Any] | None:
+def _open(look: JobLook) -> dict[str, Any] | None:
     if look.state is None or not look.live or look.state.stage in IDLE_STAGES:
         return None
     under_way = look.state.open

@@ -13,13 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from lastwords.page.columns import Look, newest_step
+from lastwords.page.columns import JobLook, newest_step
 from lastwords.page.incidents import CAUSES, OTHER, OUTCOMES, Incidents
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def text(look: Look, *, now_unix_s: float, streams: int, requests: int) -> bytes:
+def text(look: JobLook, *, now_unix_s: float, streams: int, requests: int) -> bytes:
     """streams: browsers that are connected; requests: to the controller, so far."""
     registry = CollectorRegistry(auto_describe=False)
     families = [
@@ -50,7 +50,7 @@ def _counter(name: str, what: str, value: float) -> Metric:
     return CounterMetricFamily(f"lastwords_{name}", what, value=value)
 
 
-def _job(look: Look) -> Iterator[Metric]:
+def _job(look: JobLook) -> Iterator[Metric]:
     """Nothing of a controller that does not answer: a gap is no standstill."""
     state = look.state
     if state is None or not look.live:
@@ -73,7 +73,7 @@ def _job(look: Look) -> Iterator[Metric]:
     yield from (up, step)
 
 
-def _checkpoints(look: Look, now_unix_s: float) -> Iterator[Metric]:
+def _checkpoints(look: JobLook, now_unix_s: float) -> Iterator[Metric]:
     newest = {one["kind"]: one for one in reversed(look.checkpoints) if one["complete"]}
     for name, what in (
         ("age_seconds", "Since the newest complete checkpoint was published"),

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lastwords import clock
 from lastwords.errors import ConfigError
 from lastwords.page import metrics
-from lastwords.page.watch import STREAMS_MAX, Stream, Watch
+from lastwords.page.watch import STREAMS_MAX, BrowserStream, JobWatch
 from lastwords.transport import host_port
 
 _log = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ def is_here(host: str, names: frozenset[str]) -> bool:
 class _Events(EventSourceResponse):
     """A stream that counts as long as it is connected."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._stream = watch, Stream()
+    def __init__(self, watch: JobWatch) -> None:
+        self._watch, self._stream = watch, BrowserStream()
         super().__init__(self._named(), ping=PING_S, send_timeout=SEND_S, sep="\n")
 
     async def _named(self) -> AsyncIterator[dict[str, str]]:
@@ -118,7 +118,7 @@ class _Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
 
 
-def application(watch: Watch, names: frozenset[str], token: str | None) -> ASGIApp:
+def application(watch: JobWatch, names: frozenset[str], token: str | None) -> ASGIApp:
     """What is served. `watch.run` is for the caller to run."""
 
     async def page(request: Request) -> Response:
@@ -176,7 +176,7 @@ def _number(request: Request, name: str) -> int | None:
 # ------------------------------------------------------------------------------------------------ the process
 
 
-def serve(watch: Watch, host: str, port: int, token: str | None) -> str:
+def serve(watch: JobWatch, host: str, port: int, token: str | None) -> str:
     """Serves until SIGINT or SIGTERM, and returns when it has ended. ConfigError if the address cannot be had.
 
     Off loopback ConfigError without a token.
@@ -208,7 +208,7 @@ def serve(watch: Watch, host: str, port: int, token: str | None) -> str:
     return where
 
 
-async def _serve(server: uvicorn.Server, watch: Watch, listening: socket.socket) -> None:
+async def _serve(server: uvicorn.Server, watch: JobWatch, listening: socket.socket) -> None:
     looking = asyncio.create_task(watch.run())
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await asyncio.wait([looking, serving], return_when=asyncio.FIRST_COMPLETED)

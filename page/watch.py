@@ -22,7 +22,7 @@ from lastwords.controller.handover import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.takeover import find_controller, query_state
 from lastwords.controller.timeline import RECORD_BYTES_MAX
 from lastwords.errors import ConfigError, ProtocolError, StorageError, UnavailableError
-from lastwords.page.columns import Look, Rate, compact, difference, newest_step
+from lastwords.page.columns import JobLook, Rate, compact, difference, newest_step
 from lastwords.page.incidents import Incidents
 from lastwords.state import ControllerState
 
@@ -48,7 +48,7 @@ CHECKPOINTS_MAX = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FilesFound:
     """In the files of a job. note: what to say of those that cannot be read, "" if there is nothing to say."""
 
     note: str
@@ -56,7 +56,7 @@ class Found:
     checkpoints: tuple[Mapping[str, Any], ...]
 
 
-class Files:
+class JobFiles:
     """Incidents and checkpoints in the directory of a job. One thread at a time."""
 
     def __init__(self, root: Path) -> None:
@@ -68,7 +68,7 @@ class Files:
         self._seen_mtime_ns = -1
         self._examined: dict[tuple[str, int, int], Mapping[str, Any]] = {}
 
-    def look(self) -> Found:
+    def look(self) -> FilesFound:
         """Reads what is new."""
         note = ""
         try:
@@ -80,7 +80,7 @@ class Files:
             note = f"cannot read {error.filename or self.root}: {error.strerror}"
         except StorageError as error:
             note = str(error)
-        return Found(note, self._incidents.copy(), self._checkpoints)
+        return FilesFound(note, self._incidents.copy(), self._checkpoints)
 
     def _read_incidents(self, path: Path) -> None:
         """Whole lines that are new; all of the last ones in a file that was replaced or cut."""
@@ -116,7 +116,7 @@ def _about(one: load.Found) -> Mapping[str, Any]:
     said = one.manifest
     return {
         "name": one.path.name,
-        "complete": one.status is load.Status.COMPLETE,
+        "complete": one.status is load.DirectoryStatus.COMPLETE,
         "why": one.why[:200],
         "step": said.global_step if said else 0,
         "kind": said.kind.value if said else "",
@@ -127,7 +127,7 @@ def _about(one: load.Found) -> Mapping[str, Any]:
     }
 
 
-class Stream:
+class BrowserStream:
     """Messages to one browser: pairs of an event's name and JSON."""
 
     def __init__(self) -> None:
@@ -150,27 +150,27 @@ class Stream:
         return True
 
 
-class Watch:
+class JobWatch:
     """One job, found as `lastwords status` finds it. root: the directory of its checkpoints, if it was given."""
 
     def __init__(self, root: Path | None, address: str | None, token: str | None = None) -> None:
-        self.look = Look(note="not asked yet")
+        self.look = JobLook(note="not asked yet")
         self.requests = 0
-        self.streams: set[Stream] = set()
-        self._files: Files | None = None
+        self.streams: set[BrowserStream] = set()
+        self._files: JobFiles | None = None
         self._root, self._address, self._token = root, address, token
         self._asked_mono_s = float("-inf")
         self._pause_s = EVERY_S
         self._asking = asyncio.Lock()
         self._wanted = asyncio.Event()
-        self._reading: asyncio.Task[Found] | None = None
+        self._reading: asyncio.Task[FilesFound] | None = None
         self._reading_since_s = 0.0
         self._steps, self._bytes = Rate(), Rate()
         self._told: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ looking
 
-    async def fresh(self) -> Look:
+    async def fresh(self) -> JobLook:
         """A look that is at most about EVERY_S old; whoever comes meanwhile waits for the same one."""
         async with self._asking:
             if clock.mono_s() - self._asked_mono_s >= self._pause_s:
@@ -178,7 +178,7 @@ class Watch:
                 self.look = await self._next()
         return self.look
 
-    async def _next(self) -> Look:
+    async def _next(self) -> JobLook:
         now_s, before, self._pause_s = clock.mono_s(), self.look, EVERY_S
         try:
             address, state = await asyncio.to_thread(self._ask)
@@ -211,7 +211,7 @@ class Watch:
         self.requests += 1
         return address, query_state(address, self._token, timeout_s=ANSWER_S)
 
-    async def _with_files(self, look: Look) -> Look:
+    async def _with_files(self, look: JobLook) -> JobLook:
         root = self._root
         if root is None and look.state is not None and look.state.incidents:
             root = Path(look.state.incidents).parent.parent
@@ -220,7 +220,7 @@ class Watch:
         look = dataclasses.replace(look, root=str(root))
         if self._reading is None:
             if self._files is None or self._files.root != root:
-                self._files = Files(root)
+                self._files = JobFiles(root)
             self._reading = asyncio.create_task(asyncio.to_thread(self._files.look))
             self._reading_since_s = clock.mono_s()
         await asyncio.wait([self._reading], timeout=FILES_WAIT_S)
@@ -235,7 +235,7 @@ class Watch:
     # ------------------------------------------------------------------ telling
 
     @contextlib.contextmanager
-    def opened(self, stream: Stream) -> Iterator[None]:
+    def opened(self, stream: BrowserStream) -> Iterator[None]:
         """A browser is connected."""
         self._told = self._told or compact(self.look)
         stream.put(_whole(self._told))
@@ -255,7 +255,7 @@ class Watch:
             await asyncio.sleep(max(0.0, self._asked_mono_s + self._pause_s - clock.mono_s()))
             self.tell(await self.fresh(), whole=count % FULL_EVERY == 0)
 
-    def tell(self, look: Look, *, whole: bool) -> None:
+    def tell(self, look: JobLook, *, whole: bool) -> None:
         """All browsers learn of it; those that do not read are dropped."""
         state = compact(look)
         changed = difference(self._told, state)

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from lastwords import clock, errors, threads
 from lastwords.clock import Clock, mono_s
+from lastwords.core_events import Log, Tick
 from lastwords.errors import UnavailableError, named
 from lastwords.processor import departure as ways_out
 from lastwords.processor import events
@@ -541,7 +542,7 @@ class Agent:
                 self._leave(order, reason)
             case events.PassOn(number):
                 self._pass_on(number)
-            case events.Log(level, text):
+            case Log(level, text):
                 _log.log(level, "%s", text)
             case events.ShowStack(text):
                 self._whereabouts.show(text, self._core.rank, self._core.generation, self.report)
@@ -626,7 +627,7 @@ class Agent:
                 return False
             now_s, due_s = self._own_time.at(clock.mono_s()), core.deadline_s
             if due_s is not None and due_s <= now_s:
-                core.handle(events.Tick(), now_s)
+                core.handle(Tick(), now_s)
                 self._settle_calls()
             self._say_goodbye()
             stand, asks = core.stand, core.asks

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from lastwords.core_events import Log, Tick
 from lastwords.errors import ConfigError
 from lastwords.processor.events import (
     ERROR,
@@ -39,7 +40,6 @@ from lastwords.processor.events import (
     Event,
     FromController,
     Leave,
-    Log,
     PassOn,
     ProcessorOptions,
     Released,
@@ -49,7 +49,6 @@ from lastwords.processor.events import (
     SessionDown,
     SessionUp,
     ShowStack,
-    Tick,
     Wake,
 )
 from lastwords.processor.participation import Correspondence, Grace, Outbox, Participation, Snapshots
@@ -163,7 +162,7 @@ def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
 _END_ROW: Final = row("try_end_step")
 
 
-class RankState:
+class CoreState:
     """State of one rank in the protocol, and the queries on it. Not thread-safe: the shell has the lock."""
 
     def __init__(
@@ -299,7 +298,7 @@ _ROWS: Final[Mapping[str, tuple[Phase | None, ...]]] = {method: row(method) for 
 _READY_ROW: Final = _ROWS["mark_ready"]
 
 
-class ProcessorCore(RankState):
+class ProcessorCore(CoreState):
     """State of one rank in the protocol; see the module's docstring. Not thread-safe: the shell has the lock."""
 
     # ------------------------------------------------------------------ effects

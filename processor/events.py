@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lastwords.core_events import Log, Tick
 from lastwords.vocabulary import Exit, Order, Refused, Report, Save
 
 INFO = 20
@@ -93,11 +94,6 @@ class SaveErrored:
     storage: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; wanted at the latest at `ProcessorCore.deadline_s`, harmless at any time."""
-
-
 Event = FromController | SessionUp | SessionDown | SaveProgressed | SaveFinished | SaveErrored | Tick
 
 
@@ -157,14 +153,6 @@ class PassOn:
 @dataclass(frozen=True, slots=True)
 class Released:
     """The loop is over everywhere; this process may go on after its loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """One line for an operator. `level` as in `logging`."""
-
-    level: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

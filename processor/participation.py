@@ -6,13 +6,13 @@ the incident ends in Resume; an Exit ends it with the process.
 
 from __future__ import annotations
 
+from lastwords.core_events import Log
 from lastwords.processor.events import (
     HELLO_PAUSE_MAX_S,
     INFO,
     RESEND_INTERVAL_S,
     CancelSave,
     Effect,
-    Log,
     ProcessorOptions,
     SayHello,
     SendReport,

@@ -216,7 +216,7 @@ class SaveJob:
             for unit in order.units
         }
 
-    def _write_part(self, units: dict[str, part.UnitState]) -> part.Part:
+    def _write_part(self, units: dict[str, part.UnitState]) -> part.RankPart:
         order, source = self.order, self._spec.source
         locals_ = source.local_states(order.local_ranks, order.step)
         position = source.position(order.step) or _named_by(locals_.values())

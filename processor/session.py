@@ -49,7 +49,7 @@ _FATAL = (
 """Trying again would give the same answer: wrong token, other protocol, not a controller at all."""
 
 
-class _Outbox:
+class _ReportQueue:
     """Reports that wait to be sent, newest status only. Any thread."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Session:
         self._options = channel_options(keepalive)
         self._silence = silence if silence is not None else Silence(ProcessorOptions())
         self._jitter = jitter if jitter is not None else random.Random()
-        self._outbox = _Outbox()
+        self._outbox = _ReportQueue()
         self._lock = threading.Lock()
         self._call: Any = None
         self._channel: Any = None

@@ -87,7 +87,7 @@ class WholeCopies:
         self._directory = directory
         self._beside = beside
         self._devices = devices
-        self._files: list[_File | None] = [None] * FILES
+        self._files: list[_CopyFile | None] = [None] * FILES
         self._steps = [-1] * FILES
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._idle = threading.Event()
@@ -127,7 +127,7 @@ class WholeCopies:
             return
         self._seal(step, number, file)
 
-    def _apart(self, file: _File, rest: Sequence[_Piece]) -> _Copies:
+    def _apart(self, file: _CopyFile, rest: Sequence[_CopyPiece]) -> _Copies:
         """What of it the host copies, and how the devices do it."""
         if self._devices is None:
             return _Copies(rest)
@@ -186,7 +186,7 @@ class WholeCopies:
         self,
         step: int,
         number: int,
-        file: _File,
+        file: _CopyFile,
         copies: _Copies,
         is_unmoved: Callable[[], bool],
     ) -> bool:
@@ -202,7 +202,7 @@ class WholeCopies:
             self._seal(step, number, file)
         return whole
 
-    def _seal(self, step: int, number: int, file: _File) -> None:
+    def _seal(self, step: int, number: int, file: _CopyFile) -> None:
         if file is self._files[number]:  # else it was forsaken meanwhile
             file.seal()
             self._steps[number] = step
@@ -227,7 +227,7 @@ class WholeCopies:
 
     def _take(
         self, step: int, states: Mapping[str, UnitState], later: Collection[str], local: LocalState | None
-    ) -> tuple[int, _File, list[_Piece]]:
+    ) -> tuple[int, _CopyFile, list[_CopyPiece]]:
         """A copy that is not sealed, and what it lacks: the tensors of these names."""
         number = self._steps.index(step) if step in self._steps else self._steps.index(min(self._steps))
         self._steps[number] = -1
@@ -238,7 +238,7 @@ class WholeCopies:
         file.begin(step, described)
         rest, at = [], _up(PAGE_BYTES + len(described))
         for spec, source in _tensors(states, local):
-            piece = _Piece(spec.name, slice(at, at + spec.nbytes), source)
+            piece = _CopyPiece(spec.name, slice(at, at + spec.nbytes), source)
             if spec.name in later:
                 rest.append(piece)
             else:
@@ -265,11 +265,11 @@ class WholeCopies:
         assert file is not None
         return file.read(step)
 
-    def _made(self, number: int, nbytes: int) -> _File:
+    def _made(self, number: int, nbytes: int) -> _CopyFile:
         """A file with some more room than is needed now, since the description grows; where there is none, memory."""
         nbytes += nbytes // 64 + _ROOM
         try:
-            return _File.create(self._path(number), nbytes)
+            return _CopyFile.create(self._path(number), nbytes)
         except OSError as error:
             self._unlink(number)
             if not self.problem:
@@ -278,7 +278,7 @@ class WholeCopies:
                     f"memory ({error.strerror}); enlarge /dev/shm (docker: --shm-size)"
                 )
                 _log.warning("%s", self.problem)
-            return _File(mmap.mmap(-1, nbytes))
+            return _CopyFile(mmap.mmap(-1, nbytes))
 
 
 def whole_copies(files: HeldFiles) -> tuple[WholeCopy, ...]:
@@ -305,7 +305,7 @@ def _contents(files: HeldFiles, step: int) -> Iterator[tuple[int, _Content]]:
         if of != step:
             continue
         try:
-            yield rank, _File.open(files.open(path), str(path)).read(step, str(path))
+            yield rank, _CopyFile.open(files.open(path), str(path)).read(step, str(path))
         except (FileNotFoundError, LastWordsError) as error:
             _log.warning("%s cannot be read: %s", path, error)
 
@@ -342,7 +342,7 @@ class Devices(Protocol):
     def mark(self, sources: Sequence[Any]) -> Any:
         """What they are from now on is to be copied. Training thread."""
 
-    def copy(self, mark: Any, file: _File, places: Sequence[slice]) -> bool:
+    def copy(self, mark: Any, file: _CopyFile, places: Sequence[slice]) -> bool:
         """Copy them there; False where they have been something else meanwhile. Any thread, one at a time."""
 
 
@@ -353,7 +353,7 @@ class _Content(NamedTuple):
     local: LocalState | None
 
 
-class _Piece(NamedTuple):
+class _CopyPiece(NamedTuple):
     """A tensor, where it goes in a file, and where it comes from."""
 
     name: str
@@ -364,11 +364,11 @@ class _Piece(NamedTuple):
 class _Copies(NamedTuple):
     """What is still to be copied: pieces in the host's memory, and the rest."""
 
-    here: Sequence[_Piece]
+    here: Sequence[_CopyPiece]
     away: Callable[[], bool] = lambda: True
 
 
-class _File:
+class _CopyFile:
     """One file, or as much memory. Its mapping stays as long as anything that was read from it."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -382,7 +382,7 @@ class _File:
         return len(self._memory)
 
     @classmethod
-    def create(cls, path: Path, nbytes: int) -> _File:
+    def create(cls, path: Path, nbytes: int) -> _CopyFile:
         """A new file with its memory reserved; an older one of that name is replaced. OSError."""
         with paths.replacing(path) as fd:
             os.posix_fallocate(fd, 0, nbytes)  # without it a later store would end the process where there is no room
@@ -391,7 +391,7 @@ class _File:
         return file
 
     @classmethod
-    def open(cls, fd: int, where: str) -> _File:
+    def open(cls, fd: int, where: str) -> _CopyFile:
         """Another process' file, to be read; the descriptor is closed. OSError, FormatError."""
         try:
             if os.fstat(fd).st_size < PAGE_BYTES:
@@ -407,12 +407,12 @@ class _File:
         self._say(*self._said)
         self._memory[PAGE_BYTES : PAGE_BYTES + len(described)] = described
 
-    def put(self, piece: _Piece) -> None:
+    def put(self, piece: _CopyPiece) -> None:
         """A tensor in its place."""
         source = piece.source
         self.bytes[piece.place] = as_bytes(source() if callable(source) else source)
 
-    def has(self, piece: _Piece) -> bool:
+    def has(self, piece: _CopyPiece) -> bool:
         """Whether a tensor is as it was put there."""
         source = piece.source
         there, here = self.bytes[piece.place], as_bytes(source() if callable(source) else source)

@@ -24,7 +24,7 @@ STORE_WAIT_S = 300.0
 _SHOWN_MAX = 8
 
 
-class World(Protocol):
+class WorldLike(Protocol):
     """Rank, size and a store for words that all ranks read."""
 
     rank: int
@@ -38,7 +38,7 @@ class World(Protocol):
 
 
 def agree_units(
-    world: World, prefix: str, pieces_of: Callable[[], Sequence[Piece]], declared: Sequence[Unit] = ()
+    world: WorldLike, prefix: str, pieces_of: Callable[[], Sequence[Piece]], declared: Sequence[Unit] = ()
 ) -> UnitTable:
     """Units of the job and this rank's share of them; to be called by all ranks, with the same `declared`.
 
@@ -46,7 +46,7 @@ def agree_units(
     Raises ConfigError on every rank where one of them contradicts another or the declarations.
     """
     ranks = range(world.size)
-    own = _Own(world, prefix, ranks, pieces_of, declared)
+    own = _OwnPieces(world, prefix, ranks, pieces_of, declared)
     if world.size == 1:
         own.raise_error()
         division = divide([(own.pieces, (0,))], declared, 1)
@@ -77,7 +77,7 @@ def agree_units(
 
 
 def use_all_lists(
-    world: World,
+    world: WorldLike,
     prefix: str,
     ranks: Sequence[int],
     pieces_of: Callable[[], Sequence[Piece]],
@@ -91,7 +91,7 @@ def use_all_lists(
     `use` writes to. Returns when `use` has returned. An error of one rank's `pieces_of`, or of `use`, is an error on
     all, and so is another path.
     """
-    own = _Own(world, prefix, ranks, pieces_of, declared, path)
+    own = _OwnPieces(world, prefix, ranks, pieces_of, declared, path)
     if len(ranks) == 1:
         own.raise_error()
         use([(own.pieces, tuple(ranks))])
@@ -104,12 +104,12 @@ def use_all_lists(
     _from_lowest(world, prefix, ranks, own, used, "cannot say what it holds", "join what all hold")
 
 
-class _Own:
+class _OwnPieces:
     """This rank's pieces, or its error; the others can read either of them from here on."""
 
     def __init__(
         self,
-        world: World,
+        world: WorldLike,
         prefix: str,
         ranks: Sequence[int],
         pieces_of: Callable[[], Sequence[Piece]],
@@ -150,10 +150,10 @@ class _Own:
 
 
 def _from_lowest(
-    world: World,
+    world: WorldLike,
     prefix: str,
     ranks: Sequence[int],
-    own: _Own,
+    own: _OwnPieces,
     make: Callable[[Mapping[str, Alike]], dict[str, Any]],
     fails: str,
     doing: str,
@@ -178,7 +178,7 @@ def _from_lowest(
 
 
 def _made(
-    world: World, key: str, make: Callable[[Mapping[str, Alike]], dict[str, Any]], lists: Mapping[str, Alike]
+    world: WorldLike, key: str, make: Callable[[Mapping[str, Alike]], dict[str, Any]], lists: Mapping[str, Alike]
 ) -> dict[str, Any]:
     try:
         return make(lists)
@@ -189,7 +189,7 @@ def _made(
         raise
 
 
-def _read_all(world: World, prefix: str, ranks: Sequence[int], declared: str, fails: str) -> dict[str, Alike]:
+def _read_all(world: WorldLike, prefix: str, ranks: Sequence[int], declared: str, fails: str) -> dict[str, Alike]:
     """Every rank's list, equal ones once. ConfigError with the lowest rank's problem, after all have come by."""
     lists: dict[str, tuple[list[Piece], list[int]]] = {}
     problem = ""

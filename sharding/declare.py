@@ -60,7 +60,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _MeshPlace:
     """Where a rank stands on the mesh."""
 
     rank: int
@@ -148,7 +148,7 @@ def units_from_mesh(
     places = _places(sizes, _axes(order, sizes), in_mesh)
     units: list[Unit] = []
 
-    def divide(patterns: Sequence[str], coordinates_of: Mapping[_Place, tuple[tuple[str, int], ...]]) -> None:
+    def divide(patterns: Sequence[str], coordinates_of: Mapping[_MeshPlace, tuple[tuple[str, int], ...]]) -> None:
         """One unit for each different set of coordinates; they also give its name, and its part of what tp has cut."""
         ranks: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for place, coordinates in coordinates_of.items():
@@ -314,11 +314,11 @@ def _of_device_mesh(mesh: Mesh) -> tuple[dict[str, int], list[int]]:
     return dict(zip(names, map(int, table.shape), strict=True)), ranks
 
 
-def _places(sizes: Mapping[str, int], axes: Sequence[str], ranks: Sequence[int] | None) -> list[_Place]:
+def _places(sizes: Mapping[str, int], axes: Sequence[str], ranks: Sequence[int] | None) -> list[_MeshPlace]:
     """Each rank's coordinates. ranks: in the order of the mesh, where they are not simply numbered."""
     indices = itertools.product(*(range(sizes[axis]) for axis in axes))
     places = (dict(zip(axes, index, strict=True)) for index in indices)
-    return [_Place(rank=rank if ranks is None else ranks[rank], **place) for rank, place in enumerate(places)]
+    return [_MeshPlace(rank=rank if ranks is None else ranks[rank], **place) for rank, place in enumerate(places)]
 
 
 def _named(split: Mapping[str, int], **coordinates: int) -> tuple[tuple[str, int], ...]:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords.errors import ConfigError
 from lastwords.sharding import zero
 from lastwords.sharding.declare import Unit
-from lastwords.sharding.dtensor import Box, box_of, is_shard, local_of
+from lastwords.sharding.dtensor import ShardBox, box_of, is_shard, local_of
 from lastwords.sharding.pieces import ANY_FORM, Piece
 
 
@@ -64,11 +64,11 @@ def pieces_of(names: NamedTensors, optimizer: Optimizer, declared: Sequence[Unit
     return pieces
 
 
-def cut_by_hand(pieces: Sequence[Piece], declared: Sequence[Unit]) -> dict[str, Box]:
+def cut_by_hand(pieces: Sequence[Piece], declared: Sequence[Unit]) -> dict[str, ShardBox]:
     """Which parts those of `pieces` are that are declared to be parts, by name."""
     units = {unit.name: unit for unit in declared if unit.cuts}
     return {
-        piece.name: Box(piece.shape, piece.global_shape, piece.offsets)
+        piece.name: ShardBox(piece.shape, piece.global_shape, piece.offsets)
         for piece in pieces
         if piece.unit in units and piece.dtype != ANY_FORM and units[piece.unit].cut_pattern(piece.name) is not None
     }
@@ -78,7 +78,7 @@ def _unit_of(mine: Sequence[Unit], name: str) -> Unit | None:
     return next((unit for unit in mine if unit.takes(name)), None)
 
 
-def _box(tensor: torch.Tensor, called: str, unit: Unit | None, name: str) -> Box:
+def _box(tensor: torch.Tensor, called: str, unit: Unit | None, name: str) -> ShardBox:
     """Where this rank's part lies in the whole: found in the tensor, or declared."""
     box = box_of(tensor, called)
     pattern = None if unit is None else unit.cut_pattern(name)
@@ -87,7 +87,7 @@ def _box(tensor: torch.Tensor, called: str, unit: Unit | None, name: str) -> Box
     called = f"{called} of the declared unit {unit.name!r}"
     if is_shard(tensor):
         raise ConfigError(f"{called} is a DTensor, whose placement already gives its region; omit it from cuts=")
-    return Box(box.shape, *unit.cuts[pattern].place(box.shape, called))
+    return ShardBox(box.shape, *unit.cuts[pattern].place(box.shape, called))
 
 
 def _dtype(tensor: torch.Tensor) -> str:

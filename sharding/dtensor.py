@@ -16,7 +16,7 @@ import torch
 from lastwords.errors import ConfigError
 
 
-class Box(NamedTuple):
+class ShardBox(NamedTuple):
     """A shard: its shape and its offsets in a tensor of global_shape, in elements."""
 
     shape: tuple[int, ...]
@@ -43,11 +43,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def box_of(tensor: torch.Tensor, path: str = "a tensor") -> Box:
+def box_of(tensor: torch.Tensor, path: str = "a tensor") -> ShardBox:
     """Where this rank's part lies in the whole. ConfigError, naming `path`, where that is not one box."""
     if not is_shard(tensor):
         shape = tuple(tensor.shape)
-        return Box(shape, shape, (0,) * len(shape))
+        return ShardBox(shape, shape, (0,) * len(shape))
     layout = _layout(tensor)
     box = _box(layout.mesh, tuple(layout.placements), tuple(layout.shape), tuple(local_of(tensor).shape))
     if isinstance(box, str):
@@ -56,7 +56,7 @@ def box_of(tensor: torch.Tensor, path: str = "a tensor") -> Box:
 
 
 @lru_cache(maxsize=4096)
-def _box(mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...], here: tuple[int, ...]) -> Box | str:
+def _box(mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...], here: tuple[int, ...]) -> ShardBox | str:
     """The box, or why there is none. Torch takes 0.1 ms for it, and a save asks for each tensor of the optimizer."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -71,7 +71,7 @@ def _box(mesh: Any, placements: tuple[Any, ...], whole: tuple[int, ...], here: t
             f"has {here} of {whole} on this rank, placed as {placements}, which is not one box of the whole; place it "
             "with Shard and Replicate, or choose sizes that divide evenly"
         )
-    return Box(here, whole, tuple(int(offset) for offset in offsets) if 0 not in here else (0,) * len(here))
+    return ShardBox(here, whole, tuple(int(offset) for offset in offsets) if 0 not in here else (0,) * len(here))
 
 
 def _layout(tensor: Any) -> Any:

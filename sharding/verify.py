@@ -30,7 +30,7 @@ _RANKS_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class HolderDifference:
     """A unit whose holders do not hold the same.
 
     suspects: the one rank that is wrong if `certain`, since a majority of the holders agrees against it; otherwise all
@@ -65,7 +65,7 @@ class Difference:
         return text
 
 
-def compare(digests: Mapping[int, Digests]) -> list[Difference]:
+def compare(digests: Mapping[int, Digests]) -> list[HolderDifference]:
     """Everything in which the holders of a unit differ, by unit; empty if all replicas are copies of each other.
 
     digests: by rank, those of each unit that it holds. With three holders or more a strict majority says for each
@@ -78,13 +78,13 @@ def compare(digests: Mapping[int, Digests]) -> list[Difference]:
     for rank in sorted(digests):
         for unit in digests[rank]:
             holders[unit].append(rank)
-    found: list[Difference] = []
+    found: list[HolderDifference] = []
     for unit, ranks in sorted(holders.items()):
         found += _differences(unit, {rank: digests[rank][unit] for rank in ranks})
     return found
 
 
-def _differences(unit: str, of_rank: Mapping[int, Mapping[str, int]]) -> list[Difference]:
+def _differences(unit: str, of_rank: Mapping[int, Mapping[str, int]]) -> list[HolderDifference]:
     # The lowest rank's order; what it lacks comes after. All orders are the model's, so this matters only for names
     # that differ.
     tensors = dict.fromkeys(tensor for mine in of_rank.values() for tensor in mine)
@@ -101,7 +101,7 @@ def _differences(unit: str, of_rank: Mapping[int, Mapping[str, int]]) -> list[Di
         for suspects in [(rank,) for rank in everyone if rank not in majority] if majority else [everyone]:
             wrong.setdefault(suspects, []).append((tensor, camps))
     return [
-        Difference(unit, first, suspects, suspects != everyone, camps, len(more) + 1)
+        HolderDifference(unit, first, suspects, suspects != everyone, camps, len(more) + 1)
         for suspects, ((first, camps), *more) in wrong.items()
     ]
 
@@ -135,13 +135,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-__all__ = ["Difference", "Digests", "compare", "digest_units", "exchange_digests"]
+__all__ = ["Digests", "HolderDifference", "compare", "digest_units", "exchange_digests"]
 
 AllGather = Callable[[Any], list[Any]]
 """A collective: every rank gives one value and gets those of all, in the group's order."""
 
 
-class State(Protocol):
+class StateLike(Protocol):
     """What `UnitState` is: tensors with their bytes, or with a function that copies them when it is called."""
 
     @property
@@ -153,7 +153,7 @@ class View(Protocol):
 
     @property
     def unit(self) -> str: ...
-    def state(self) -> State: ...
+    def state(self) -> StateLike: ...
 
 
 def digest_units(views: Iterable[View]) -> dict[str, dict[str, int]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,29 @@ def test_the_copies_of_one_part_are_as_if_every_rank_had_written_its_own(
     assert path is not None
     assert load.verify(path) == []
     assert read_manifest(path).holders_of("u11") == (11,)
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def _taken(text: str) -> Iterator[tuple[str, str]]:
+    """Module and name of what a script takes from the product."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lastwords"):
+            yield from ((str(node.module), one.name) for one in node.names)
+
+
+def _is_there(module: str, name: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return hasattr(importlib.import_module(module), name) or bool(importlib.util.find_spec(f"{module}.{name}"))
+    return False
+
+
+def test_scripts_that_no_test_runs_take_only_what_is_there() -> None:
+    texts = [path.read_text(encoding="utf-8") for folder in ("bench", "demo", "tools", "examples") for path in
+             (ROOT / folder).rglob("*.py")]  # fmt: skip
+    assert [taken for text in texts for taken in _taken(text) if not _is_there(*taken)] == []
+    assert not all(_is_there(*taken) for taken in _taken("from lastwords.clock import gone"))
 
 
 KILLED_MONO_NS = 1_000_000_000

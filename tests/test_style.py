@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -390,6 +390,21 @@ def _complaints(rules: tuple[Rule, ...], folders: tuple[str, ...]) -> list[str]:
 def test_shipped_modules_keep_the_rules() -> None:
     complaints = _complaints(SHIPPED_RULES, SHIPPED_FOLDERS)
     assert not complaints, "\n" + "\n".join(complaints)
+
+
+def _named_alike(sources: Iterable[Source]) -> dict[str, list[str]]:
+    """Classes at the top of a module that share a name, but for an underscore, and where."""
+    where: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name.lstrip("_"), []).append(source.path)
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    assert not _named_alike(_sources(SHIPPED_FOLDERS))
+    assert _named_alike([Source("a.py", "class Part: ..."), Source("b.py", "class _Part: ...")])
 
 
 def test_test_modules_keep_the_rules() -> None:

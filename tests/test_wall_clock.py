@@ -160,7 +160,7 @@ def test_a_sign_of_life_is_seen_though_the_clock_was_set_back(tmp_path: Path) ->
     path = paths.state_path("state-file", 2, "5f3a", root=tmp_path)
     path.parent.mkdir(mode=0o700)
     spec: ControllerSpec = dataclasses.replace(spec_of(tmp_path), nonce="5f3a")
-    file = handover.StateFile(path, handover.Owner(1, 1), spec, "token")
+    file = handover.StateFile(path, handover.StateOwner(1, 1), spec, "token")
     file.write(REMEMBERED)
     later_s = clock.wall_ns() / 1e9 + HOUR_S
     os.utime(path, (later_s, later_s))

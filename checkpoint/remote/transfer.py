@@ -194,7 +194,7 @@ def download(source: RemotePath, root: Path, store: Store, on_bytes: OnBytes | N
     target = root / source.name
     make_directories(root, os)
     with storage_errors("looking for", target):
-        if os.exists(target) and load.examine(target, os).status is load.Status.COMPLETE:
+        if os.exists(target) and load.examine(target, os).status is load.DirectoryStatus.COMPLETE:
             return target
     _keep_aside(target, os)
     _sweep(root, os)
@@ -218,9 +218,9 @@ def _keep_aside(target: Path, os: Os) -> None:
         if not os.exists(target):
             return
         found = load.examine(target, os)
-        if found.status is load.Status.COMPLETE:
+        if found.status is load.DirectoryStatus.COMPLETE:
             return  # another process was faster
-        if found.status is load.Status.UNREADABLE:
+        if found.status is load.DirectoryStatus.UNREADABLE:
             raise StorageError(found.why, errno=found.errno)
         aside = move_aside(target, target, os)
     logger.warning("%s is downloaded again; what had its name is kept as %s: %s", target, aside, found.why)

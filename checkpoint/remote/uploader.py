@@ -154,7 +154,7 @@ def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> lis
     found: dict[Path, Claimed] = {}
     for path in load.candidates(roots, os):
         seen, said = load.look(path, os, every_file=True)
-        if said is not None and seen.status is load.Status.COMPLETE and job in (None, said.job):
+        if said is not None and seen.status is load.DirectoryStatus.COMPLETE and job in (None, said.job):
             found[path] = said
     named = [Local(path, name_here(path, os), found[path]) for path in load.newest_first(found)]
     return [one for one in named if one.name]

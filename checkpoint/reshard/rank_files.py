@@ -17,7 +17,7 @@ from pathlib import Path
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.cuts import Piece
+from lastwords.checkpoint.cuts import StoredPiece
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.entries import Cause, FileEntry, UnitEntry, by_unit
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
@@ -27,7 +27,7 @@ from lastwords.checkpoint.lock_file import ReaderLock
 from lastwords.checkpoint.manifest import Manifest, read_manifest, read_published
 from lastwords.checkpoint.meta import FILE_FORMAT, FileContent, UnitMeta
 from lastwords.checkpoint.part import check_header, read_exactly
-from lastwords.checkpoint.reshard.saved_state import Saved, SavedUnit, buffers_of_ranks, join, read_unit, units_of
+from lastwords.checkpoint.reshard.saved_state import SavedState, SavedUnit, buffers_of_ranks, join, read_unit, units_of
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Needs, Strategy
 from lastwords.checkpoint.reshard.transform_plan import check_fit
 from lastwords.checkpoint.slice_reader import StoredTensor
@@ -85,7 +85,7 @@ class PublishedFiles:
         assert entry is not None, "its file was opened by `unit_of`"
         return tuple(self._piece(path, entry.shares[piece.share].file, piece) for piece in entry.wholes[name].pieces)
 
-    def _piece(self, path: Path, file: str, piece: Piece) -> StoredTensor:
+    def _piece(self, path: Path, file: str, piece: StoredPiece) -> StoredTensor:
         beside = where_it_leads(path).parent.parent / file
         found = self._opened.get(beside) or self.entry_of(beside)
         assert found is not None
@@ -162,7 +162,7 @@ class RankFiles:
         self._opened: dict[int, RankFile | None] = {}
         self._complete_for: set[tuple[int, int]] = set()
         self._needs: tuple[Strategy | None, Needs] | None = None
-        self._joined: tuple[int, Saved] | None = None
+        self._joined: tuple[int, SavedState] | None = None
         self._given = strategy
         if strategy is not None:
             strategy.check()
@@ -178,7 +178,7 @@ class RankFiles:
         """Of what has been opened."""
         return next(file.moment for file in self._opened.values() if file is not None)
 
-    def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
+    def saved_for(self, wanted: Strategy | None, rank: int) -> SavedState:
         """All that is known of what destination rank `rank` needs (`wanted` None: everything).
 
         IncompleteError names the source rank whose file is missing, after its whole group has been tried.
@@ -525,7 +525,7 @@ class CheckpointSource:
         self._os = os
         self._checked: Strategy | None = None
 
-    def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
+    def saved_for(self, wanted: Strategy | None, rank: int) -> SavedState:
         """Everything, for any rank's file: with the buffers that each rank has saved for itself, unlike `saved`.
 
         MismatchError if the strategy is of another model.

@@ -16,10 +16,10 @@ from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
 from lastwords.checkpoint.meta import FILE_FORMAT, FileContent
 from lastwords.checkpoint.reshard.rank_files import Moment, RankFiles
-from lastwords.checkpoint.reshard.saved_state import Saved
+from lastwords.checkpoint.reshard.saved_state import SavedState
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy, text
 from lastwords.checkpoint.reshard.transform_plan import Streamed, meta_of, of_rank, planned, whole_strategy
-from lastwords.checkpoint.slice_reader import SliceReader, Stored
+from lastwords.checkpoint.slice_reader import SliceReader, StoredFiles
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
@@ -29,7 +29,7 @@ SUFFIX = ".ckpt"
 Progress = Callable[[int], None]
 
 
-class Source(Stored, Protocol):
+class Source(StoredFiles, Protocol):
     """Where a transformation reads from. checked: of every file checksums are known; else only where they are."""
 
     @property
@@ -38,7 +38,7 @@ class Source(Stored, Protocol):
     @property
     def moment(self) -> Moment: ...
 
-    def saved_for(self, wanted: Strategy | None, rank: int) -> Saved:
+    def saved_for(self, wanted: Strategy | None, rank: int) -> SavedState:
         """What destination rank `rank` needs, found and checked; nothing of the tensors is read."""
 
     def check_unchanged(self) -> None:

@@ -161,7 +161,7 @@ _SCALAR_BYTES_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SavedGroup:
     """A param group. number: its place in the optimizer. ended: `step_ended` of the unit that its values are from."""
 
     number: int
@@ -171,7 +171,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedState:
     """All of a source, by the names of a strategy.
 
     tensors: name -> what it is and which shards there are. parameters, buffers: name in the model -> torch's type.
@@ -186,7 +186,7 @@ class Saved:
     absent: tuple[str, ...]
     aliases: Mapping[str, str]
     states: Mapping[str, Mapping[str, Tree]]
-    groups: tuple[Group, ...]
+    groups: tuple[SavedGroup, ...]
     optimizer: str
     extras: ExtrasMeta | None
     copied: frozenset[str]
@@ -209,7 +209,7 @@ class Saved:
         check_covered(list(self.tensors.values()))
 
 
-def join(units: Sequence[SavedUnit], *, copies: bool, divisible: bool = True) -> Saved:
+def join(units: Sequence[SavedUnit], *, copies: bool, divisible: bool = True) -> SavedState:
     """One state out of units, those first that have what all have.
 
     copies: several units may have the very same part of a tensor; any will do. FormatError where units contradict each
@@ -232,7 +232,7 @@ class _Joining:
         self._buffers = self._types((unit.label, unit.meta.buffers) for unit in units)
         self._volatile = frozenset(name for meta in metas for name in meta.volatile_buffers)
 
-    def saved(self) -> Saved:
+    def saved(self) -> SavedState:
         for kind, names in (("model", self._parameters), ("buffer", self._buffers)):
             for name in names:
                 self._add(f"{kind}/{name}", alike=kind == "buffer" and name in self._volatile)
@@ -242,7 +242,7 @@ class _Joining:
         host = next((unit for unit in self._units if unit.meta.extras is not None), None)
         extras = None if host is None or host.meta.extras is None else self._extras(host, host.meta.extras)
         kinds = sorted({meta.optimizer for meta in metas})
-        return Saved(
+        return SavedState(
             tensors=self._tensors,
             parameters=self._parameters,
             buffers=self._buffers,
@@ -365,9 +365,9 @@ class _Joining:
                 different={f"{fqn}/{key}": "divided in a way of its own"},
             )
 
-    def _groups(self) -> tuple[Group, ...]:
+    def _groups(self) -> tuple[SavedGroup, ...]:
         """Param groups of all units. Those of one number with other values (stages may differ) stay apart."""
-        found: list[Group] = []
+        found: list[SavedGroup] = []
         ended = self._units[0].meta.step_ended if self._units else None
         for unit in self._units:
             moment = ended if unit.meta.step_ended is None else unit.meta.step_ended
@@ -378,14 +378,14 @@ class _Joining:
                 if place is not None:
                     known = found[place]
                     joined = tuple(dict.fromkeys((*known.parameters, *names)))
-                    found[place] = Group(number, joined, known.tree, known.ended)
+                    found[place] = SavedGroup(number, joined, known.tree, known.ended)
                     continue
                 old = next((leaf["tensor"] for leaf in leaves(tree, unit.label)), "").split("/", 2)[:2]
                 before, after = "/".join(old) + "/", f"{GROUPS}{len(found)}/"
                 for leaf in leaves(tree, unit.label):
                     self._add_copy(unit, after + leaf["tensor"].removeprefix(before), leaf["tensor"])
                 tree = renamed(tree, lambda name, b=before, a=after: a + name.removeprefix(b), unit.label)  # type: ignore[misc]
-                found.append(Group(number, names, tree, moment))
+                found.append(SavedGroup(number, names, tree, moment))
         return tuple(found)
 
     def _extras(self, unit: SavedUnit, extras: ExtrasMeta) -> ExtrasMeta:

@@ -18,9 +18,9 @@ from lastwords.checkpoint.direct_io import Bytes
 from lastwords.checkpoint.entries import LocalEntry, leaves, renamed
 from lastwords.checkpoint.format import TensorSpec, file_order
 from lastwords.checkpoint.meta import Tree, UnitMeta
-from lastwords.checkpoint.reshard.saved_state import Group, Saved, renumbered
+from lastwords.checkpoint.reshard.saved_state import SavedGroup, SavedState, renumbered
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy, refuse_another_model
-from lastwords.checkpoint.slice_reader import SliceReader, Stored, Target
+from lastwords.checkpoint.slice_reader import SliceReader, StoredFiles, Target
 from lastwords.errors import FormatError
 
 Ranks = tuple[int, ...]
@@ -47,7 +47,7 @@ class Planned:
     slices: tuple[Slice, ...]
 
 
-def whole_strategy(saved: Saved) -> Strategy:
+def whole_strategy(saved: SavedState) -> Strategy:
     """One rank that holds everything whole."""
     return Strategy(
         1,
@@ -59,7 +59,7 @@ def whole_strategy(saved: Saved) -> Strategy:
     )
 
 
-def check_fit(saved: Saved, wanted: Strategy) -> None:
+def check_fit(saved: SavedState, wanted: Strategy) -> None:
     """Before anything is read: the strategy is sound, and of this model.
 
     StrategyError or MismatchError name the tensor and the region.
@@ -73,7 +73,7 @@ def check_fit(saved: Saved, wanted: Strategy) -> None:
     refuse_another_model(Strategy(1, listed), wanted)
 
 
-def by_holders(saved: Saved, wanted: Strategy) -> dict[Ranks, Holding]:
+def by_holders(saved: SavedState, wanted: Strategy) -> dict[Ranks, Holding]:
     """Everything of the destination, by the set of ranks that hold it; the set of all ranks is always there."""
     everyone = tuple(range(wanted.world_size))
     found: dict[Ranks, Holding] = {everyone: Holding(common=True)}
@@ -85,7 +85,7 @@ def by_holders(saved: Saved, wanted: Strategy) -> dict[Ranks, Holding]:
     return found
 
 
-def of_rank(saved: Saved, wanted: Strategy, rank: int) -> Holding:
+def of_rank(saved: SavedState, wanted: Strategy, rank: int) -> Holding:
     """Everything that one rank of the destination holds."""
     holding = Holding(common=True)
     holding.boxes.update({name: box for name, box, ranks in _places(saved, wanted) if rank in ranks})
@@ -93,7 +93,7 @@ def of_rank(saved: Saved, wanted: Strategy, rank: int) -> Holding:
     return holding
 
 
-def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> list[Planned]:
+def planned(saved: SavedState, holding: Holding, called: Callable[[str], str]) -> list[Planned]:
     """A plan for each tensor of a holding, groups' and extras' included. `called`: name of a strategy -> name there.
 
     IncompleteError, naming tensor and region, for what no shard of the source has.
@@ -124,7 +124,9 @@ def planned(saved: Saved, holding: Holding, called: Callable[[str], str]) -> lis
     return found
 
 
-def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str], holders: Ranks | None = None) -> UnitMeta:
+def meta_of(
+    saved: SavedState, holding: Holding, called: Callable[[str], str], holders: Ranks | None = None
+) -> UnitMeta:
     """What is no tensor, as a unit's `meta` has it; trees name tensors as `planned` does. holders: of the unit."""
     boxes = holding.boxes
     parameters = {name: dtype for name, dtype in saved.parameters.items() if f"model/{name}" in boxes}
@@ -157,7 +159,7 @@ def meta_of(saved: Saved, holding: Holding, called: Callable[[str], str], holder
     )
 
 
-def _ended(groups: Iterable[Group], ended: bool | None) -> bool | None:
+def _ended(groups: Iterable[SavedGroup], ended: bool | None) -> bool | None:
     """Whether the groups' values are of after the step's end. ended: the same of the unit that has the extras."""
     return None if ended is None else next((group.ended for group in groups if group.ended != ended), ended)
 
@@ -165,7 +167,7 @@ def _ended(groups: Iterable[Group], ended: bool | None) -> bool | None:
 # ---------------------------------------------------------------------- who holds what
 
 
-def _places(saved: Saved, wanted: Strategy) -> Iterator[tuple[str, Box, Ranks]]:
+def _places(saved: SavedState, wanted: Strategy) -> Iterator[tuple[str, Box, Ranks]]:
     """Every tensor of model and optimizer: name, box, and all ranks that hold this box."""
     everyone = tuple(range(wanted.world_size))
     for kind, names in (("model", saved.parameters), ("buffer", saved.buffers)):
@@ -187,7 +189,7 @@ def _places(saved: Saved, wanted: Strategy) -> Iterator[tuple[str, Box, Ranks]]:
 
 
 def _state_places(
-    saved: Saved, wanted: Strategy, hosts: Iterable[Ranks], fqn: str, key: str
+    saved: SavedState, wanted: Strategy, hosts: Iterable[Ranks], fqn: str, key: str
 ) -> Iterator[tuple[str, Box, Ranks]]:
     name = f"optim/{fqn}/{key}"
     shape = saved.tensors[name].shape
@@ -204,7 +206,7 @@ def _state_places(
             yield name, held.box, tuple(sorted(left))
 
 
-def _hosts(saved: Saved, wanted: Strategy, fqn: str) -> list[Ranks]:
+def _hosts(saved: SavedState, wanted: Strategy, fqn: str) -> list[Ranks]:
     """The sets of ranks each of which has a part of this parameter's state."""
     if fqn.startswith("~"):
         return [tuple(range(wanted.world_size))]
@@ -217,7 +219,7 @@ def _hosts(saved: Saved, wanted: Strategy, fqn: str) -> list[Ranks]:
     return [] if cut is None else [held.ranks for held in cut.held]
 
 
-def _like_parameter(saved: Saved, fqn: str, name: str) -> bool:
+def _like_parameter(saved: SavedState, fqn: str, name: str) -> bool:
     if f"model/{fqn}" not in saved.tensors or name not in saved.tensors:
         raise FormatError(f"the optimizer's state {name!r} belongs to an unknown parameter or has an unknown name")
     own, shape = saved.tensors[f"model/{fqn}"].shape, saved.tensors[name].shape
@@ -227,7 +229,7 @@ def _like_parameter(saved: Saved, fqn: str, name: str) -> bool:
 # ---------------------------------------------------------------------- what is no tensor
 
 
-def _groups(saved: Saved, holding: Holding) -> list[Group]:
+def _groups(saved: SavedState, holding: Holding) -> list[SavedGroup]:
     """Param groups of which the holding has a parameter; those without any are common to all."""
     return [
         group
@@ -237,7 +239,7 @@ def _groups(saved: Saved, holding: Holding) -> list[Group]:
     ]
 
 
-def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Iterator[tuple[str, Tree]]:
+def _states(saved: SavedState, holding: Holding, called: Callable[[str], str]) -> Iterator[tuple[str, Tree]]:
     for fqn, keys in saved.states.items():
         pairs = []
         for key, node in keys.items():
@@ -250,13 +252,13 @@ def _states(saved: Saved, holding: Holding, called: Callable[[str], str]) -> Ite
             yield fqn, {"dict": pairs}
 
 
-def _reasons(saved: Saved) -> list[str]:
+def _reasons(saved: SavedState) -> list[str]:
     own = saved.about.optimizer_own
     more = ["optimizer state that is not stored by parameter and name was not moved to this layout"] if own else []
     return [*saved.about.reasons, *more]
 
 
-def _leaf(saved: Saved, node: Mapping[str, Any], box: Box, called: Callable[[str], str]) -> Tree:
+def _leaf(saved: SavedState, node: Mapping[str, Any], box: Box, called: Callable[[str], str]) -> Tree:
     more = len(saved.more.get(node["tensor"], ()))
     shape = list(box.sizes[: len(box.sizes) - more])
     leaf = {key: value for key, value in node.items() if key not in ("tensor", "dtype")}
@@ -293,7 +295,7 @@ class Streamed:
     One piece of memory is used for all tensors again and again.
     """
 
-    def __init__(self, reader: SliceReader, source: Stored, owners: Sequence[Sequence[Planned]]) -> None:
+    def __init__(self, reader: SliceReader, source: StoredFiles, owners: Sequence[Sequence[Planned]]) -> None:
         self._reader = reader
         by_source = [sorted(planned, key=lambda one: _first_place(source, one)) for planned in owners]
         self._planned = [one for planned in by_source for one in planned]
@@ -353,7 +355,7 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _first_place(source: Stored, planned: Planned) -> tuple[str, int]:
+def _first_place(source: StoredFiles, planned: Planned) -> tuple[str, int]:
     """Where the first of its bytes lies: neighbours in the source are then read together."""
     if not planned.slices:
         return "", 0

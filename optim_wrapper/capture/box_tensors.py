@@ -21,7 +21,7 @@ from lastwords.errors import StorageError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import memory_at
 from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over
-from lastwords.optim_wrapper.tensors.tensor_places import Settled, TensorPlaces, Words, word_index
+from lastwords.optim_wrapper.tensors.tensor_places import PlacesRead, TensorPlaces, Words, word_index
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES
 from lastwords.sharding.dtensor import is_dtensor, local_of
@@ -84,7 +84,7 @@ def unstorable(tensor: torch.Tensor) -> str:
     return "" if tensor.dtype in _CODES else f"cannot be captured ({tensor.dtype})"
 
 
-class Kept:
+class BoxTensor:
     """One tensor by its place `table[key]`, since the loop may put another one there.
 
     region: its name in the box. what: what messages call it. waits: it takes no memory, and is in no copy, until it is
@@ -138,7 +138,7 @@ class Kept:
         first = self._first
         return first is None or self.tensor is not first or version_of(first) != self._first_version
 
-    def reformed(self) -> Kept | None:
+    def reformed(self) -> BoxTensor | None:
         """The same with room for the form that it has now; None if there can be none, or it changes too often."""
         tensor = self.tensor
         if tensor is None or unstorable(tensor) or is_dtensor(tensor) or not tensor.numel():
@@ -191,18 +191,18 @@ class BoxTensors:
     def __init__(self, ledger: Ledger | None = None) -> None:
         self.ledger = ledger or Ledger()
         self.needs_room = False
-        self._kept: dict[str, Kept] = {}
-        self._waiting: dict[str, Kept] = {}
+        self._kept: dict[str, BoxTensor] = {}
+        self._waiting: dict[str, BoxTensor] = {}
         self._box: BlackBox | None = None
         self._reshaped: set[str] = set()
-        self._active: list[Kept] = []
-        self._away: list[Kept] = []  # optional ones that are not there
+        self._active: list[BoxTensor] = []
+        self._away: list[BoxTensor] = []  # optional ones that are not there
         self._known: list[torch.Tensor | None] = []  # None: optional, and not to be kept alive
         self._sources: list[torch.Tensor] = []  # the same, but of a DTensor the part that lies here
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._views: dict[tuple[int, str], torch.Tensor] = {}
         self._gathered: Gathered | None = None
-        self._joined: set[Kept] = set()
+        self._joined: set[BoxTensor] = set()
         self._fixed: list[int] = []  # places of those that are not optional
         self._lookups: list[tuple[Callable[[Any], Any], Any]] = []
         self._loose: list[int] = []
@@ -212,7 +212,7 @@ class BoxTensors:
         self._sharded: list[int] = []
         self._forms: list[Form] = []
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: BoxTensor) -> None:
         """Have this in the copies, from the next box on if the one of now has no room for it."""
         self.remove(kept.name)
         self._kept[kept.name] = kept
@@ -249,7 +249,7 @@ class BoxTensors:
                 self._away.append(kept)
         self._reshaped = set()
 
-    def _see(self, kept: Kept) -> None:
+    def _see(self, kept: BoxTensor) -> None:
         if self._box is None:
             return
         if kept.region not in self._box.layout.regions:
@@ -258,7 +258,7 @@ class BoxTensors:
             self._activate(kept)
             self._arrange(steady=kept.steady)
 
-    def get(self, name: str) -> Kept | None:
+    def get(self, name: str) -> BoxTensor | None:
         """What is in the copies under this name."""
         return self._kept.get(name)
 
@@ -266,7 +266,7 @@ class BoxTensors:
         """Whether it gets room for another form."""
         return name in self._reshaped
 
-    def of_kind(self, prefix: str) -> dict[str, Kept]:
+    def of_kind(self, prefix: str) -> dict[str, BoxTensor]:
         """Those whose regions' names begin so, by the rest of the name."""
         return {name.removeprefix(prefix): one for name, one in self._kept.items() if name.startswith(prefix)}
 
@@ -361,7 +361,7 @@ class BoxTensors:
             with torch.inference_mode():
                 foreach_copy([targets[place] for place in rest], [sources[place] for place in rest])
 
-    def _activate(self, kept: Kept) -> None:
+    def _activate(self, kept: BoxTensor) -> None:
         name = kept.name
         if kept.given_up or not self._fits(kept):
             self._bound.deactivate(name)
@@ -401,7 +401,7 @@ class BoxTensors:
         if lies_elsewhere:
             self._arrange(steady=True)
 
-    def _drop(self, kept: Sequence[Kept]) -> None:
+    def _drop(self, kept: Sequence[BoxTensor]) -> None:
         for place in reversed(range(len(self._active))):
             if self._active[place] not in kept:
                 continue
@@ -411,7 +411,7 @@ class BoxTensors:
                 del targets[place]
         self._arrange(steady=any(one.steady for one in kept))
 
-    def _fits(self, kept: Kept) -> bool:
+    def _fits(self, kept: BoxTensor) -> bool:
         """Whether it can be copied into its region; if not, it is given up, and that is said."""
         problem = kept.misfit()
         if not problem:
@@ -487,7 +487,7 @@ class Gathered:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        self._settled: Settled = TensorPlaces(tensors).settle()
+        self._settled: PlacesRead = TensorPlaces(tensors).settle()
         sources = [(one.data_ptr(), one.nbytes) for one in tensors]
         self._gathers = {
             slot: _gathers(

@@ -14,7 +14,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, tensor_of, unstorable
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, tensor_of, unstorable
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.state.state_view import buffers_in, own_name
 from lastwords.optim_wrapper.tensors.tensor_tree import is_composite
@@ -138,11 +138,11 @@ class Buffers:
             at_once = (_is_small(module, tensor, self._small_bytes_max) and not late) or tensor.is_inference()
             always |= {name} if at_once else set()
             what, steady = f"the buffer {name!r}", isinstance(module, NormBase)
-            self.tensors.add(Kept(PREFIX + name, what, module._buffers, key, waits=not at_once, steady=steady))
+            self.tensors.add(BoxTensor(PREFIX + name, what, module._buffers, key, waits=not at_once, steady=steady))
         self.always = frozenset(always)
 
     @property
-    def _known(self) -> dict[str, Kept]:
+    def _known(self) -> dict[str, BoxTensor]:
         return self.tensors.of_kind(PREFIX)
 
     def _unseen(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
@@ -261,7 +261,7 @@ class ExtraBuffers:
                         what = f"extras[{extra!r}][{key!r}]"
                         steady = isinstance(inside, NormBase)
                         region = f"{EXTRA_PREFIX}{extra}/{key}"
-                        self.tensors.add(Kept(region, what, inside._buffers, place, steady=steady))
+                        self.tensors.add(BoxTensor(region, what, inside._buffers, place, steady=steady))
 
     def of(self, extra: str) -> frozenset[str]:
         """Keys of the buffers of one extra, as its state_dict() calls them."""

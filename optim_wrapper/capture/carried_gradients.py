@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of, unstorable
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, tensor_of, unstorable
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.tensor_tree import put_gradient
 from lastwords.optim_wrapper.wrapper import stands_in
@@ -63,7 +63,7 @@ class _Probe:
     def __init__(self, parameters: Iterable[torch.Tensor], *, whole: bool) -> None:
         self.whole = whole
         self._found: dict[int, Habit] = {}
-        self._hooks = [one.register_hook(_Look(one, self._found)) for one in parameters]  # type: ignore[no-untyped-call]
+        self._hooks = [one.register_hook(_GradientLook(one, self._found)) for one in parameters]  # type: ignore[no-untyped-call]
 
     @property
     def found(self) -> Habit | None:
@@ -76,7 +76,7 @@ class _Probe:
             hook.remove()
 
 
-class _Look:
+class _GradientLook:
     def __init__(self, parameter: torch.Tensor, found: dict[int, Habit]) -> None:
         self._parameter, self._found = parameter, found
 
@@ -574,7 +574,7 @@ class CarriedGradients:
     def _keep(self, name: str, what: str, *, late: bool = False) -> None:
         kept = self.tensors.get(name)
         if kept is None or kept.misfit():
-            self.tensors.add(Kept(name, what, self._live, name, late=late, optional=True, alone=late))
+            self.tensors.add(BoxTensor(name, what, self._live, name, late=late, optional=True, alone=late))
 
     def _give_up(self, what: str) -> None:
         self.tensors.ledger.tell(f"{what}; steps(accumulate=...) ends a step with its update instead")

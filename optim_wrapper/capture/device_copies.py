@@ -78,7 +78,7 @@ class _Words:
         return [at for at, (one, other) in enumerate(pairwise([0, *counts])) if other > one]
 
 
-class _Span:
+class _DeviceSpan:
     """Memory of a device from the first byte of some tensors to the last byte of others, as torch takes it over."""
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -88,7 +88,7 @@ class _Span:
 
 
 def _memory(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(_Span(address, nbytes), device=device)
+    return torch.as_tensor(_DeviceSpan(address, nbytes), device=device)
 
 
 class OfDevice(NamedTuple):
@@ -110,7 +110,7 @@ class OfDevice(NamedTuple):
         return [] if now == self.lying else [at for at, one in enumerate(now) if one != self.lying[at]]
 
 
-class Mark(NamedTuple):
+class DeviceMark(NamedTuple):
     """A moment on the devices: of each what was there, and when."""
 
     of: Sequence[OfDevice]
@@ -126,7 +126,7 @@ class DeviceMarks:
         self._looking = threading.Lock()
 
     @staticmethod
-    def mark(of: Sequence[OfDevice]) -> Mark:
+    def mark(of: Sequence[OfDevice]) -> DeviceMark:
         """Queues a kernel for each device, and waits for nothing. MemoryError where one has no memory left."""
         words, events = [], []
         for one in of:
@@ -134,9 +134,9 @@ class DeviceMarks:
                 words.append(one.words.take())
                 events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                 events[-1].record()
-        return Mark(of, events, words)
+        return DeviceMark(of, events, words)
 
-    def changed(self, mark: Mark) -> list[int]:
+    def changed(self, mark: DeviceMark) -> list[int]:
         """Which of the tensors are others now. Any thread; waits for no stream that may wait for ever."""
         found: list[int] = []
         for one, event, words in zip(mark.of, mark.events, mark.words, strict=True):
@@ -167,7 +167,7 @@ class DeviceCopies:
         """Whether this source is a tensor that is copied here."""
         return isinstance(source, Staged) and is_seen(local_of(source.tensor))
 
-    def mark(self, sources: Sequence[Staged]) -> Mark:
+    def mark(self, sources: Sequence[Staged]) -> DeviceMark:
         """At a step's end."""
         known, of = self._known
         if len(known) != len(sources) or not all(map(is_, known, sources)):
@@ -175,7 +175,7 @@ class DeviceCopies:
             self._known = sources, of
         return self._marks.mark(of)
 
-    def copy(self, mark: Mark, file: Any, places: Sequence[slice]) -> bool:
+    def copy(self, mark: DeviceMark, file: Any, places: Sequence[slice]) -> bool:
         """Copy what was marked to these places. False: not all was as it was then."""
         if not mark.of:
             return True  # none of them has a byte

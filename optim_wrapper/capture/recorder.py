@@ -27,7 +27,7 @@ from lastwords.optim_wrapper.ddp.ddp_found import holding
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state import attributes, extras, own_state, rank_units
-from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
+from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, pack_inline
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ
@@ -39,7 +39,7 @@ from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotK
 from lastwords.processor.recurrence import Late
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies
-from lastwords.sharding.agree import World
+from lastwords.sharding.agree import WorldLike
 from lastwords.sharding.declare import Unit
 
 # What a rank learns of its loop beside what the black box shows: it goes into the checkpoint, and a resume has it.
@@ -312,7 +312,7 @@ class StepRecorder:
         self.ends_early, self.names_steps = False, True
         self._constants: dict[str, str] | None = None
 
-    def agree_units(self, world: World, prefix: str, declared: Sequence[Unit]) -> RankUnits:
+    def agree_units(self, world: WorldLike, prefix: str, declared: Sequence[Unit]) -> RankUnits:
         """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
         self._units = rank_units.agree(self.view, world, prefix, declared, self.rank_local_buffers())
         self._units.exclude_buffers(self.rank_local_buffers())
@@ -404,8 +404,8 @@ class StepRecorder:
         *,
         epoch_start: Mapping[str, RegionCopy] | None = None,
         step_regions: Mapping[str, RegionCopy] | None = None,
-        at_start: Saved = NOTHING,
-        at_step: Saved = NOTHING,
+        at_start: SavedValues = NOTHING,
+        at_step: SavedValues = NOTHING,
         steps_per_epoch: int | None = None,
     ) -> None:
         """Training goes on after `step`: put the streams there, and take the copies from which it could start again.
@@ -443,11 +443,11 @@ class StepRecorder:
         if self._constants != before:
             self._say_reasons()
 
-    def known(self, saved: Saved) -> Saved:
+    def known(self, saved: SavedValues) -> SavedValues:
         """What of it there is before the loop begins."""
         return saved if self.attributes.knows_loader else saved.before_the_loop
 
-    def put_back(self, streams: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> None:
+    def put_back(self, streams: Mapping[str, RegionCopy], saved: SavedValues, *, last: bool) -> None:
         """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
         self.ledger.tell(*self.attributes.restore(saved), *self.rng.restore(streams))
         self.ledger.tell(*(self.attributes.generators.left_over() if last else ()))

@@ -25,9 +25,8 @@ from torch.optim.optimizer import Optimizer
 from lastwords import clock
 from lastwords.checkpoint.meta import Marks
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept, region_dtype, tensor_of
-from lastwords.optim_wrapper.capture.device_copies import DeviceMarks, OfDevice, by_device, is_seen
-from lastwords.optim_wrapper.capture.device_copies import Mark as DeviceMark
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, tensor_of
+from lastwords.optim_wrapper.capture.device_copies import DeviceMark, DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.own_state import OwnState
@@ -193,7 +192,7 @@ class BoundaryCopies:
         return [*self._live]
 
     @property
-    def _boxed(self) -> dict[StateName, Kept]:
+    def _boxed(self) -> dict[StateName, BoxTensor]:
         every = self.tensors.of_kind(PREFIX).items()
         return {StateName("model", name): kept for name, kept in every if not kept.given_up}
 
@@ -223,7 +222,9 @@ class BoundaryCopies:
             if name.kind == "model" and small:
                 late = not frozen(name)  # else no update changes it
                 region = PREFIX + name.name
-                self.tensors.add(Kept(region, f"the {name}", self._live, name, late=late, optional=True, alone=True))
+                self.tensors.add(
+                    BoxTensor(region, f"the {name}", self._live, name, late=late, optional=True, alone=True)
+                )
                 room -= tensor.nbytes
         self._untold += new
 

@@ -18,7 +18,7 @@ import xxhash
 
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_places import (
-    Settled,
+    PlacesRead,
     TensorPlaces,
     Where,
     Words,
@@ -68,7 +68,7 @@ class Slot(NamedTuple):
         return str(self.key) == name.key
 
 
-class _Form(NamedTuple):
+class _WordsForm(NamedTuple):
     """Where tensors lay, which of them have words that are looked at, and what is theirs in each round's."""
 
     where: Where
@@ -84,7 +84,7 @@ class Mark(NamedTuple):
 
     look: int
     round: int
-    form: _Form
+    form: _WordsForm
     content: bytes
     restless: list[tuple[torch.Tensor | None, int]]
 
@@ -92,8 +92,8 @@ class Mark(NamedTuple):
 class _Lying(NamedTuple):
     """Where tensors lie, and so what is read of them in each round. Never changed: two threads may look at once."""
 
-    settled: Settled
-    form: _Form
+    settled: PlacesRead
+    form: _WordsForm
     indices: list[Words]
     shared: list[Words]
     """Of each round: where the words are that `checksum` looks at."""
@@ -300,7 +300,7 @@ class Witness:
         small = [begin + byte for begin, words, _, tail in aligned if words == 1 for byte in range(_bytes_in(tail))]
         shared = _rounds(whole, max(SHARED_WORDS_MAX // len(whole), 1))[0] if whole else [_NO_WORDS] * ROUNDS
         every_aligned = len(aligned) == len(every)
-        return _Lying(settled, _Form(where, wordy, masks), indices, shared, byte_index(small), every_aligned)
+        return _Lying(settled, _WordsForm(where, wordy, masks), indices, shared, byte_index(small), every_aligned)
 
 
 def _rounds(spans: Sequence[tuple[int, int, int, int]], each: int) -> tuple[list[Words], list[Words]]:

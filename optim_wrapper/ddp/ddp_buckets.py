@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta import BUCKETS_VERSION, BucketRecord
 from lastwords.optim_wrapper.ddp.ddp_found import (
-    Listener,
+    DdpListener,
     buckets_from_log,
     capability,
     find_ddp,
@@ -40,7 +40,7 @@ from lastwords.optim_wrapper.ddp.ddp_found import (
     replicate_states,
     span_of,
 )
-from lastwords.optim_wrapper.ddp.ddp_order import Board, GradientOrder, options_of, replay_passes, unwatched
+from lastwords.optim_wrapper.ddp.ddp_order import GradientOrder, OrderBoard, options_of, replay_passes, unwatched
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.torch_private import Store
@@ -59,10 +59,10 @@ class BucketOrder:
         self._places = places_of(parameters)
         self._kept = list(parameters)  # or their ids could become those of others
         self._orders: list[GradientOrder] = []
-        self._boards: list[Board] = []
+        self._boards: list[OrderBoard] = []
         self._store: tuple[Store, str] | None = None
         self.ledger = ledger
-        self._listener = Listener(self._found)
+        self._listener = DdpListener(self._found)
 
     @classmethod
     def observe(
@@ -129,14 +129,14 @@ class BucketOrder:
         self._orders.append(order)
         _observers[ddp] = weakref.ref(order)
 
-    def _board(self, ddp: DistributedDataParallel, span: tuple[int, ...], number: int) -> Board | None:
+    def _board(self, ddp: DistributedDataParallel, span: tuple[int, ...], number: int) -> OrderBoard | None:
         """number: of those that hold the same, as they came."""
         if self._store is None:
             return None
         store, key = self._store
         first = dist.get_process_group_ranks(ddp.process_group)[0]
         held = xxhash.xxh3_64_hexdigest(repr(span).encode())
-        board = Board(store, f"{key}/{first}/{held}/{number}", writes=dist.get_rank(ddp.process_group) == 0)
+        board = OrderBoard(store, f"{key}/{first}/{held}/{number}", writes=dist.get_rank(ddp.process_group) == 0)
         self._boards.append(board)
         return board
 

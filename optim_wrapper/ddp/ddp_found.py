@@ -191,7 +191,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _looked = False
 
 
-class Listener:
+class DdpListener:
     """Hears of each DDP that is made while it lives, and of its network, in the DDP's constructor."""
 
     def __init__(self, found: OnFound) -> None:
@@ -229,7 +229,7 @@ def span_of(network: torch.nn.Module, places: dict[int, int]) -> tuple[int, ...]
     return tuple(sorted({places[id(one)] for one in network.parameters() if id(one) in places}))
 
 
-class Beside(torch.nn.Module):
+class ModulesBeside(torch.nn.Module):
     """The registered model, and modules of trained parameters that are not in it (another network of a GAN).
 
     Names are those of the model. Of the modules beside it, the parameters that an optimizer has keep their names there
@@ -289,7 +289,7 @@ def with_those_beside(model: torch.nn.Module, own: Collection[int], trained: Seq
         for module in sorted(found[place], key=lambda one: type(one).__qualname__)
         if _has_more(module, model, skipped)
     ]
-    return Beside(model, others, trained) if others else model
+    return ModulesBeside(model, others, trained) if others else model
 
 
 def _network(module: torch.nn.Module) -> torch.nn.Module:

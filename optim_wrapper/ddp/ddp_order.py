@@ -169,7 +169,7 @@ _LOOKS_MAX = 3000
 Passes = list[list[int]]
 
 
-class Board:
+class OrderBoard:
     """One DDP's entry in the store. key: the same on all ranks of its process group; writes: this is its rank 0."""
 
     def __init__(self, store: Store, key: str, *, writes: bool) -> None:
@@ -267,7 +267,7 @@ class GradientOrder:
         network: torch.nn.Module,
         span: tuple[int, ...],
         called: torch.nn.Module | None,
-        board: Callable[[DistributedDataParallel], Board | None],
+        board: Callable[[DistributedDataParallel], OrderBoard | None],
     ) -> None:
         self.span = span
         self._ddp = weakref.ref(ddp)
@@ -288,7 +288,7 @@ class GradientOrder:
         self._expects: bool | None = None
         self._ended: tuple[int, Synced] | None = None
         self._make_board = board
-        self._board: Board | None = None
+        self._board: OrderBoard | None = None
         self._sole = True
         if hasattr(ddp, "reducer"):
             self._learn(ddp)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 DRILL = "LASTWORDS_DRILL"
 """Names the directory of a drilled run, for its ranks. In it:
 
-    plan.json         what all ranks do, see `Plan`
+    plan.json         what all ranks do, see `DrillPlan`
     checkpoints/      in place of the script's ckpt_save_path, so that nothing of the user's is touched
     rank_{r}.jsonl    what rank r has said: a line when its loop begins, at the end of each step, and before it dies
     came-{n}-{r}      rank r has come to the place of the nth death
@@ -49,7 +49,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DrillPlan:
     """steps: global step after which the run ends. every: steps between periodic checkpoints; 0: as the script says.
 
     spoils: a run that goes on from a checkpoint flips one bit of a parameter on rank 0, which the drill has to find.

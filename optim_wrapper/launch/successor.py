@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lastwords import clock, threads
 from lastwords.controller import handover
-from lastwords.controller.handover import Owner
+from lastwords.controller.handover import StateOwner
 from lastwords.controller.launch import start_successor
 from lastwords.controller.saving import Patience
 from lastwords.errors import BusyError, ConfigError, LastWordsError, UnavailableError, is_shortage
@@ -156,7 +156,7 @@ class ControllerWatch:
                 self._end_silent(owner)
         return not self._stopped.is_set()
 
-    def _owner(self) -> Owner | None:
+    def _owner(self) -> StateOwner | None:
         """Whose controller's state it is; a shortage is waited out. None if there is none, or this watch is stopped."""
         patience = Patience()
         while True:
@@ -166,7 +166,7 @@ class ControllerWatch:
                 if self._is_stopped_within(patience):
                     return None
 
-    def _tells_when_ended(self, owner: Owner, ended: threading.Event) -> bool:
+    def _tells_when_ended(self, owner: StateOwner, ended: threading.Event) -> bool:
         """Have `ended` set when that process ends; a shortage is waited out. False if it cannot be had."""
         process, patience = ProcessId(process_id.host_id(), owner.pid, owner.start_ticks, nonce=""), Patience()
         while True:
@@ -193,7 +193,7 @@ class ControllerWatch:
         # Without its file it has ended by itself, or nobody can follow.
         return self._silence.is_over(asks, is_first=is_first, now_s=now_s) and self._path.exists()
 
-    def _end_silent(self, owner: Owner) -> None:
+    def _end_silent(self, owner: StateOwner) -> None:
         """Start the next controller, which ends this one if it does not answer."""
         _log.info("the controller (process %d) shows no sign of life; %s asks it", owner.pid, self._name)
         try:

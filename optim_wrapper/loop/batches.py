@@ -24,7 +24,7 @@ from lastwords.optim_wrapper.loop.data_position import (
     pass_over,
     static_reasons,
 )
-from lastwords.optim_wrapper.state.generators import State, of_stream, state_of
+from lastwords.optim_wrapper.state.generators import GeneratorState, of_stream, state_of
 from lastwords.optim_wrapper.state.object_walk import Walk
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 
@@ -43,7 +43,7 @@ _SHOWN_MAX = 4
 _GLOBAL = {"python", "numpy", "torch"}
 
 
-class Loop(Protocol):
+class RunLike(Protocol):
     """What of a run is asked here. All on the training thread."""
 
     def begin_step(self) -> None:
@@ -84,14 +84,14 @@ class Batches:
         self._plain: type | None = None
         self.given_by: Any = None
         """What hands its batches on, one later: what the loop iterates over."""
-        self._loop: Callable[[], Loop] | None = None
+        self._loop: Callable[[], RunLike] | None = None
         self._resumed: _At | None = None
         self._at = _At()
         self._given = 0
-        self._streams: dict[str, State] = {}
+        self._streams: dict[str, GeneratorState] = {}
         self._opened = False
 
-    def join(self, loop: Callable[[], Loop]) -> None:
+    def join(self, loop: Callable[[], RunLike]) -> None:
         """It belongs to this run from now on. loop: asked for once the run has started."""
         self._loop = loop
 
@@ -154,7 +154,7 @@ class Batches:
 
     # ------------------------------------------------------------------ an epoch
 
-    def _new_epoch(self, loop: Loop) -> Iterator[Any]:
+    def _new_epoch(self, loop: RunLike) -> Iterator[Any]:
         """What is drawn as an iterator is made is drawn now."""
         self._look(loop)
         at = self._resumed or self._at
@@ -163,7 +163,7 @@ class Batches:
             loop.not_exact(PERSISTENT)
         return self._open()
 
-    def _rest(self, loop: Loop) -> Iterator[Any]:
+    def _rest(self, loop: RunLike) -> Iterator[Any]:
         """The first epoch of a resumed run, of which nothing is drawn before its first batch is asked for."""
         loop.begin_step()
         at = self._resumed
@@ -179,7 +179,7 @@ class Batches:
         yield from in_hand
         yield from self._whole(loop, iterator)
 
-    def _whole(self, loop: Loop, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _whole(self, loop: RunLike, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
             if self._given != self._facts.batches:  # else what comes now is the epoch's end, which belongs to a step
                 loop.begin_step()
@@ -192,7 +192,7 @@ class Batches:
             self._given += 1
             yield batch
 
-    def _go_on(self, at: _At, loop: Loop) -> tuple[Iterator[Any], list[Any]]:
+    def _go_on(self, at: _At, loop: RunLike) -> tuple[Iterator[Any], list[Any]]:
         """An iterator over the rest of the epoch, and what had been fetched in advance. The streams stay as they are.
 
         An epoch's order depends on the streams at its begin, the batch in hand on those right before it was fetched.
@@ -218,7 +218,7 @@ class Batches:
         with self._as_it_was():
             return open_epoch(self.loader, self._facts, late=late)
 
-    def _look(self, loop: Loop) -> None:
+    def _look(self, loop: RunLike) -> None:
         """At the loader, once, and at the streams that it may draw from."""
         with self._as_it_was():
             if not self._streams:
@@ -248,7 +248,7 @@ class Batches:
                 self._streams[name].put(state)
 
 
-def _streams_of(loader: Any) -> dict[str, State]:
+def _streams_of(loader: Any) -> dict[str, GeneratorState]:
     """The process's own on the CPU, which a loader may draw from, and the loader's."""
     found = {"python": of_stream(PythonStream()), "numpy": of_stream(NumpyStream()),
              "torch": of_stream(TorchStream("torch", torch.default_generator))}  # fmt: skip

@@ -41,7 +41,7 @@ _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 """Its loader draws where torch's does, and its iterators are torch's, with `_sampler_iter_yielded` beside the count."""
 
 
-class Kind(enum.Enum):
+class LoaderKind(enum.Enum):
     """How a loader can be set to a position."""
 
     INDEXED = "a DataLoader over a map-style dataset"
@@ -54,7 +54,7 @@ class Kind(enum.Enum):
 class LoaderFacts:
     """What a resume has to know of a loader. `batches` per epoch, this rank."""
 
-    kind: Kind
+    kind: LoaderKind
     batches: int
     workers: int
     persistent_workers: bool
@@ -91,13 +91,13 @@ def loader_facts(loader: Any, *, sized: bool = True) -> LoaderFacts:
     if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
         raise ConfigError(f"the loader ({name}) cannot be iterated over")
     if isinstance(loader, list | tuple):
-        kind = Kind.SEQUENCE
+        kind = LoaderKind.SEQUENCE
     elif not isinstance(loader, DataLoader) or not _iterates_as_torch(type(loader)):
-        kind = Kind.FOREIGN
+        kind = LoaderKind.FOREIGN
     elif isinstance(loader.dataset, IterableDataset):
-        kind = Kind.ITERABLE
+        kind = LoaderKind.ITERABLE
     else:
-        kind = Kind.INDEXED
+        kind = LoaderKind.INDEXED
     workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
         kind=kind,
@@ -159,7 +159,7 @@ def open_epoch(loader: Any, facts: LoaderFacts, *, late: bool) -> Iterator[Any]:
     Persistent workers are the one case in which a later epoch begins differently: their iterator is made once,
     drawing a base seed, and only reset afterwards. So a process that goes on in a later epoch makes it beforehand.
     """
-    if late and facts.persistent_workers and facts.kind in (Kind.INDEXED, Kind.ITERABLE):
+    if late and facts.persistent_workers and facts.kind in (LoaderKind.INDEXED, LoaderKind.ITERABLE):
         streams = _Streams(generators(loader))
         iter(loader)
         streams.put_back()
@@ -179,14 +179,14 @@ def pass_over(
 
     Returns why that is not exact, if it is not.
     """
-    if batches and facts.kind is Kind.INDEXED and not facts.workers and hasattr(iterator, _SAMPLER_ITERATOR):
+    if batches and facts.kind is LoaderKind.INDEXED and not facts.workers and hasattr(iterator, _SAMPLER_ITERATOR):
         reasons = _draw_indices(iterator, batches)
         restore_step()
         return reasons
     first = _fetch(iterator, batches, show_progress=show_progress)
     drawn, last = first.moved(), _Streams({})
     restore_step()
-    if facts.kind is Kind.ITERABLE:
+    if facts.kind is LoaderKind.ITERABLE:
         # Where the training draws none of them, they are now where they were then; and an epoch's end has no order.
         drawn = drawn & last.moved() if batches < facts.batches else set()
     return [_drawing(loader, facts)] if drawn and draws_here(facts) else []
@@ -194,11 +194,11 @@ def pass_over(
 
 def draws_here(facts: LoaderFacts) -> bool:
     """Whether what the loader draws while it iterates comes from the training's own streams, and may be its order."""
-    return not facts.workers and facts.kind in (Kind.ITERABLE, Kind.FOREIGN)
+    return not facts.workers and facts.kind in (LoaderKind.ITERABLE, LoaderKind.FOREIGN)
 
 
 def _drawing(loader: Any, facts: LoaderFacts) -> str:
-    if facts.kind is Kind.ITERABLE:
+    if facts.kind is LoaderKind.ITERABLE:
         return (
             f"the loader's data set ({type(loader.dataset).__name__}) draws random numbers in the training process "
             "while it is iterated over, interleaved with the training's own draws, so its order may differ; "
@@ -217,7 +217,7 @@ class Draws:
     """
 
     def __init__(self, loader: Any, facts: LoaderFacts, saved: Drawn, *, followed: bool = False) -> None:
-        self._here, self._shared = draws_here(facts) and not followed, facts.kind is Kind.ITERABLE
+        self._here, self._shared = draws_here(facts) and not followed, facts.kind is LoaderKind.ITERABLE
         self._text = _drawing(loader, facts) if self._here else ""
         self.seen = saved
         self.looks = False
@@ -268,7 +268,7 @@ def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _St
 
 def skipping_iterator(loader: Any, facts: LoaderFacts, batches: int) -> Iterator[Any] | None:
     """An iterator that starts after `batches` batches by index, with workers; None if this loader has no such way."""
-    if facts.kind is not Kind.INDEXED or not facts.workers or facts.persistent_workers:
+    if facts.kind is not LoaderKind.INDEXED or not facts.workers or facts.persistent_workers:
         return None
     name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     whole = getattr(loader, name)

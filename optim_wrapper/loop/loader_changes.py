@@ -19,7 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lastwords.checkpoint.meta import Begun, Dealing, Inputs, LoopFacts, differences
+from lastwords.checkpoint.meta import Dealing, EpochBegun, Inputs, LoopFacts, differences
 
 # A data position that does not depend on how many ranks there are: samples of the epoch that all of them have seen.
 #
@@ -79,7 +79,7 @@ class Carried:
     drawn: the sampler draws the epoch's order from the random streams at its start; what comes after `first` is left.
     """
 
-    begun: Begun
+    begun: EpochBegun
     indices: tuple[int, ...]
     batches: int
     drawn: bool = False
@@ -126,14 +126,14 @@ def carry(
     if different:
         said = ", ".join(different)
         return None, f"the samples of an epoch come in a different order ({said}), so the data continues by step count"
-    begun = Begun(epoch, samples_seen(data, saved, epoch, step), step)
+    begun = EpochBegun(epoch, samples_seen(data, saved, epoch, step), step)
     indices = _dealt(loader, begun, here)
     size = here.batch_size
     batches = len(indices) // size if here.drop_last else -(-len(indices) // size)
     return Carried(begun, indices, batches), ""
 
 
-def _dealt(loader: Any, begun: Begun, deal: Dealing) -> tuple[int, ...]:
+def _dealt(loader: Any, begun: EpochBegun, deal: Dealing) -> tuple[int, ...]:
     """This rank's share of what is left of the epoch's order."""
     sampler, ranks = loader.sampler, deal.replicas
     if not isinstance(sampler, DistributedSampler):
@@ -232,7 +232,7 @@ def redealt(data: LoopFacts, saved: Inputs, epoch: int, step: int, loader: Any) 
     first = samples_seen(data, deal, epoch, step)
     left, size = drawn - first, loader.batch_size
     batches = left // size if loader.drop_last else -(-left // size)
-    return Carried(Begun(epoch, first, step), (), batches, drawn=True)
+    return Carried(EpochBegun(epoch, first, step), (), batches, drawn=True)
 
 
 def _kind(value: Any) -> str:

@@ -32,7 +32,7 @@ from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
     Draws,
-    Kind,
+    LoaderKind,
     loader_facts,
     open_epoch,
     pass_over,
@@ -284,9 +284,9 @@ class Steps:
             return here.step < self.steps_per_epoch
         # Its last step has ended; but only now would the iterator be asked for more, and samplers draw from their
         # generators even then. With workers that has happened long ago, as they are ahead.
-        if self._facts.workers or self._facts.kind is Kind.SEQUENCE:
+        if self._facts.workers or self._facts.kind is LoaderKind.SEQUENCE:
             return False
-        return self._facts.kind is Kind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
+        return self._facts.kind is LoaderKind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
 
     def _restore_epoch_start(self, here: ResumeAt) -> None:
         if self._carried is not None and not self._carried.drawn:

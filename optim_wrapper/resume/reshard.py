@@ -23,8 +23,8 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import (
     MOVED_BY_SCHEDULERS,
-    Group,
-    Saved,
+    SavedGroup,
+    SavedState,
     SavedUnit,
     join,
     options_of,
@@ -189,7 +189,7 @@ class Resharded:
 
     def _group(self, making: _Making, place: int, names: tuple[str, ...]) -> Tree:
         """Hyperparameters of one group; every saved group that has one of its parameters has to agree."""
-        found: Group | None = None
+        found: SavedGroup | None = None
         wanted = frozenset(names)
         ended = self._saved.about.step_ended
         for group in self._saved.groups:
@@ -224,7 +224,7 @@ class Resharded:
 class _Making:
     """A virtual unit while it is put together."""
 
-    def __init__(self, unit: str, saved: Saved, view: UnitView) -> None:
+    def __init__(self, unit: str, saved: SavedState, view: UnitView) -> None:
         self.view = view
         self._unit = unit
         self._saved = saved

@@ -56,7 +56,7 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
 )
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
 from lastwords.optim_wrapper.state import extras, plain_values
-from lastwords.optim_wrapper.state.attributes import NOTHING, Saved, saved_in
+from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues, saved_in
 from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
@@ -132,8 +132,8 @@ class Resumed:
     data: LoopFacts
     regions: Mapping[str, RegionCopy]
     epoch_start: Mapping[str, RegionCopy]
-    at_step: Saved = NOTHING
-    at_start: Saved = NOTHING
+    at_step: SavedValues = NOTHING
+    at_start: SavedValues = NOTHING
     reasons: list[Reason] = field(default_factory=list)
     last_named: Position | None = None
     moved: bool = False

@@ -281,7 +281,7 @@ def _what_is_there(roots: list[Path], own: OwnJobs | None, os: Os) -> dict[str, 
     found = [entry for root in roots for entry in load.scan(root, os)]
     known = () if own is None else (own.job, *own.adopted)
     others = [] if own is None else [entry for entry in found if entry.manifest and entry.manifest.job not in known]
-    unusable = [entry for entry in found if entry not in others and entry.status is not load.Status.COMPLETE]
+    unusable = [entry for entry in found if entry not in others and entry.status is not load.DirectoryStatus.COMPLETE]
     word = {}
     if unusable:
         word["unusable"] = "; ".join(f"{entry.path} ({entry.why})" for entry in unusable)
@@ -375,10 +375,10 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
     else:
         beside = root.absolute().parent
     found = load.examine(root, os_for([root]))
-    if found.manifest is None or found.status is not load.Status.COMPLETE:
-        if found.status is load.Status.UNREADABLE:
+    if found.manifest is None or found.status is not load.DirectoryStatus.COMPLETE:
+        if found.status is load.DirectoryStatus.UNREADABLE:
             raise StorageError(found.why, errno=found.errno)
-        if found.status is load.Status.INCOMPLETE:
+        if found.status is load.DirectoryStatus.INCOMPLETE:
             raise IncompleteError(found.why, missing=(str(root),))
         raise FormatError(found.why)
     return replace(point_of(found.manifest, root), drilled=drilled_beside(beside, found.manifest.world_size)[0])

@@ -83,34 +83,36 @@ SavedAttributes = Mapping[str, Mapping[str, StoredValue]]
 """Path of an object and name of an attribute -> what was in it."""
 
 
-class Saved(NamedTuple):
+class SavedValues(NamedTuple):
     """What is in a step's document."""
 
     values: SavedAttributes
     generators: SavedGenerators
 
     @property
-    def before_the_loop(self) -> Saved:
+    def before_the_loop(self) -> SavedValues:
         """Without what the loader has."""
-        return Saved(_part(self.values, of_loader=False), _part(self.generators, of_loader=False))
+        return SavedValues(_part(self.values, of_loader=False), _part(self.generators, of_loader=False))
 
     @property
-    def of_the_loader(self) -> Saved:
+    def of_the_loader(self) -> SavedValues:
         """What the loader has."""
-        return Saved(_part(self.values, of_loader=True), _part(self.generators, of_loader=True))
+        return SavedValues(_part(self.values, of_loader=True), _part(self.generators, of_loader=True))
 
     @property
-    def at_its_place(self) -> Saved:
+    def at_its_place(self) -> SavedValues:
         """What is put back where the loop begins: what the loader has, and all generators, as the streams are."""
-        return Saved(self.of_the_loader.values, self.generators)
+        return SavedValues(self.of_the_loader.values, self.generators)
 
 
-NOTHING = Saved({}, {})
+NOTHING = SavedValues({}, {})
 
 
-def saved_in(document: StepDocument, where: str) -> Saved:
+def saved_in(document: StepDocument, where: str) -> SavedValues:
     """FormatError if it is damaged."""
-    return Saved(document.attributes_inline(f"{where}: attributes"), document.generators_inline(f"{where}: generators"))
+    return SavedValues(
+        document.attributes_inline(f"{where}: attributes"), document.generators_inline(f"{where}: generators")
+    )
 
 
 class Attributes:
@@ -417,7 +419,7 @@ class Attributes:
         self.ledger.tell(*self.put({path: keys for path, keys in variables.items() if path in there}))
         return sorted(f"{path}.{key}" for path, keys in variables.items() if path not in there for key in keys)
 
-    def restore(self, saved: Saved, *, looked: bool = False) -> list[str]:
+    def restore(self, saved: SavedValues, *, looked: bool = False) -> list[str]:
         """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage.
 
         looked: directly after `begin`, or another `restore`.

@@ -47,7 +47,7 @@ from lastwords.optim_wrapper.tensors.tensor_tree import (
     take_apart,
 )
 from lastwords.processor.recurrence import REPEATS_MIN, Forecast, Late
-from lastwords.sharding.verify import Difference
+from lastwords.sharding.verify import HolderDifference
 
 # What is known of schedulers of torch's kind: how often one was stepped, and whether a resume can step it.
 
@@ -139,7 +139,7 @@ def _digest(item: Any) -> int:
     return hashed.intdigest()
 
 
-def text(difference: Difference) -> str:
+def text(difference: HolderDifference) -> str:
     """What is said of extras that differ when ranks compare them."""
     more = "" if difference.count == 1 else f" and {difference.count - 1} more"
     ranks = " and ".join(str(camp[0]) for camp in difference.camps)

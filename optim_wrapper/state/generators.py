@@ -36,17 +36,17 @@ SavedGenerators = Mapping[str, tuple[str, bytes]]
 """Path of a generator -> its kind, and its state."""
 
 
-class State(NamedTuple):
+class GeneratorState(NamedTuple):
     """How the state of one generator is taken, and put back."""
 
     take: Callable[[], bytes]
     put: Callable[[bytes], None]
 
 
-class _Leaf:
+class _Generator:
     """One generator. ends: ends of steps at which it lay at its place. found_as: its state when it was found."""
 
-    def __init__(self, generator: Any, state: State, *, ends: int) -> None:
+    def __init__(self, generator: Any, state: GeneratorState, *, ends: int) -> None:
         self.generator, self.state, self.kind, self.ends = generator, state, kind_of(generator), ends
         self.taken, self.text = b"", b""
         self.take()
@@ -70,8 +70,8 @@ class Generators:
     def __init__(self, roots: Mapping[str, Any], ledger: Ledger | None = None) -> None:
         self._roots = dict(roots)
         self.ledger = ledger or Ledger()
-        self._leaves: dict[str, _Leaf] = {}
-        self._passing: dict[str, _Leaf | None] = {}
+        self._leaves: dict[str, _Generator] = {}
+        self._passing: dict[str, _Generator | None] = {}
         """Places at which generators do not stay, with what was there at the newest look."""
         self._begun = False
         self._walk = Walk({}, {})
@@ -126,7 +126,7 @@ class Generators:
                 f"the state of the random generator {path} ({kind_of(generator)}) cannot be taken", leaf=path
             )
             return
-        leaf = _Leaf(generator, state, ends=int(not self._begun))
+        leaf = _Generator(generator, state, ends=int(not self._begun))
         if path in self._passing:
             self._passing[path] = leaf
         else:
@@ -257,7 +257,7 @@ def kind_of(generator: Any) -> str:
     return f"{home}.{type(generator).__name__}"
 
 
-def state_of(generator: Any) -> State | None:
+def state_of(generator: Any) -> GeneratorState | None:
     """How its state is taken and put back; None if it has one that cannot be taken."""
     try:
         if isinstance(generator, torch.Generator):
@@ -269,7 +269,9 @@ def state_of(generator: Any) -> State | None:
             twister = generator.get_state(legacy=False)["bit_generator"] == "MT19937"  # type: ignore[call-overload]
             return of_stream(NumpyStream(generator)) if twister else None
         if isinstance(generator, np.random.SeedSequence):
-            return State(lambda: b"%d" % getattr(generator, _SPAWNED), lambda data: _spawn_up_to(generator, int(data)))
+            return GeneratorState(
+                lambda: b"%d" % getattr(generator, _SPAWNED), lambda data: _spawn_up_to(generator, int(data))
+            )
         state = _of_bits(generator.bit_generator if isinstance(generator, np.random.Generator) else generator)
         state.take()
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError):
@@ -277,7 +279,7 @@ def state_of(generator: Any) -> State | None:
     return state
 
 
-def of_stream(stream: Stream) -> State:
+def of_stream(stream: Stream) -> GeneratorState:
     """Likewise, of one of the process's own."""
     memory = bytearray(stream.region.nbytes)
     copy = stream.into(memoryview(memory))
@@ -286,10 +288,10 @@ def of_stream(stream: Stream) -> State:
         copy()
         return bytes(memory)
 
-    return State(take, stream.restore)
+    return GeneratorState(take, stream.restore)
 
 
-def _of_bits(bits: Any) -> State:
+def _of_bits(bits: Any) -> GeneratorState:
     seeds = getattr(bits, "seed_seq", None)
 
     def take() -> bytes:
@@ -303,7 +305,7 @@ def _of_bits(bits: Any) -> State:
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is not a state of a {type(bits).__name__}: {error}") from error
 
-    return State(take, put)
+    return GeneratorState(take, put)
 
 
 def _spawn_up_to(seeds: Any, count: int) -> None:

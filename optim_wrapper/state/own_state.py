@@ -24,7 +24,7 @@ from lastwords.optim_wrapper.state.plain_values import copy_groups
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, copied, differ, leaves_of, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
-from lastwords.sharding.dtensor import Box, is_dtensor, local_of
+from lastwords.sharding.dtensor import ShardBox, is_dtensor, local_of
 from lastwords.torch_private import has_state_dict_hooks
 
 # What is in an optimizer's state and groups, as trees and tensors; what cannot be stored is left out.
@@ -143,7 +143,7 @@ def is_usual_key(key: Any) -> bool:
     return type(key) is str and key != "" and "/" not in key
 
 
-def placed(item: NamedTensor, state: dict[str, Any], box: Box) -> NamedTensor:
+def placed(item: NamedTensor, state: dict[str, Any], box: ShardBox) -> NamedTensor:
     """A moment, which has its parameter's shape, is the part that its parameter is; a counter is no part."""
     moment = tuple(item.tensor.shape) == box.shape
     moment = moment and any(value is item.tensor and key != "step" for key, value in state.items())

@@ -52,7 +52,7 @@ _GONE = object()
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
+class _StatePlace:
     """A value of the state: `state[owner][key]`. numbers: how many it consists of; 0: of other things too.
 
     leaves: of the last step's end in which it was looked at; of numbers there is a copy as well.
@@ -93,11 +93,11 @@ class PlainValues:
         self._copies: list[dict[str, Any]] = []
         self.groups_ended: list[dict[str, Any]] = []
         """Hyperparameters as of the last step's end."""
-        self._places: list[_Place] = []
-        self._mixed: list[_Place] = []
-        self._lists: list[_Place] = []
+        self._places: list[_StatePlace] = []
+        self._mixed: list[_StatePlace] = []
+        self._lists: list[_StatePlace] = []
         """What is looked at in each step beside the numbers: `_mixed`; where those are too many, all lists."""
-        self._taken: list[_Place] = []
+        self._taken: list[_StatePlace] = []
         self._keeps = True
         self._step = -1
         self._now: dict[str, int] = {}
@@ -177,7 +177,7 @@ class PlainValues:
         unknown = [place for place in changed if place not in known]
         return [(place.owner, place.key, place.copy) for place in known], _some(unknown) if unknown else ""
 
-    def _of_turn(self, step: int) -> list[_Place]:
+    def _of_turn(self, step: int) -> list[_StatePlace]:
         """All numbers, or of too many those that are looked at in `step`."""
         turns = 1 if self._keeps else -(-len(self._places) // KEPT_MAX)
         return self._places if turns == 1 else self._places[step % turns :: turns]
@@ -292,14 +292,14 @@ def plain_part(group: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- state
 
 
-def _places_in(optimizer: Optimizer, called: Mapping[int, str]) -> Iterator[_Place]:
+def _places_in(optimizer: Optimizer, called: Mapping[int, str]) -> Iterator[_StatePlace]:
     for prefix, one in with_state(optimizer).items():
         for owner, values in list(one.state.items()):
             # What belongs to no named parameter is called the same in another process, too.
             own = called.get(id(owner)) or (repr(owner) if type(owner) in _NUMBERS else type(owner).__name__)
             for key, value in list(values.items()) if isinstance(values, dict) else [(_WHOLE, values)]:
                 if type(value) in _NUMBERS or isinstance(value, (np.generic, *_INSIDE)):
-                    yield _Place(one.state, owner, key, f"{prefix}{_called(key)} of {own}", _count(value))
+                    yield _StatePlace(one.state, owner, key, f"{prefix}{_called(key)} of {own}", _count(value))
 
 
 def _called(key: Any) -> str:
@@ -309,9 +309,9 @@ def _called(key: Any) -> str:
     return repr(forms if len(forms) > 1 else forms[0])
 
 
-def _some(places: Sequence[_Place]) -> str:
+def _some(places: Sequence[_StatePlace]) -> str:
     """
-    >>> _some([_Place({}, 0, "step", "step of w", 1), _Place({}, 1, "step", "step of v", 1)])
+    >>> _some([_StatePlace({}, 0, "step", "step of w", 1), _StatePlace({}, 1, "step", "step of v", 1)])
     "optimizer's step"
     """
     names = [*dict.fromkeys(place.name.rpartition(" of ")[0] for place in places)]

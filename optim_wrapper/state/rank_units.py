@@ -15,7 +15,7 @@ import torch
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
 from lastwords.sharding import zero
-from lastwords.sharding.agree import World, agree_units
+from lastwords.sharding.agree import WorldLike, agree_units
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.discover import cut_by_hand, pieces_of
 from lastwords.sharding.pieces import ANY_FORM, Piece, UnitTable
@@ -130,7 +130,7 @@ _KINDS = {"model": "parameter", "buffer": "buffer"}
 
 
 def agree(
-    view: UnitView, world: World, prefix: str, declared: Sequence[Unit], rank_local_buffers: Collection[str]
+    view: UnitView, world: WorldLike, prefix: str, declared: Sequence[Unit], rank_local_buffers: Collection[str]
 ) -> RankUnits:
     """Find out with all other ranks who holds what. ConfigError on every rank where one of them contradicts another."""
     pieces: list[Piece] = []

@@ -42,7 +42,7 @@ from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, inner_names, is_c
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import (
-    Box,
+    ShardBox,
     box_of,
     is_dtensor,
     is_shard,
@@ -250,7 +250,7 @@ class UnitView:
         self.members = members
         self.holders = holders
         self._forms_only = forms_only
-        self.cut_by_hand: Mapping[str, Box] = {}
+        self.cut_by_hand: Mapping[str, ShardBox] = {}
         """Plain parameters and buffers that are declared to be parts, by name: which ones."""
         # While FSDP2 computes, the model's own names lead to whole parameters that are no state of anything; and where
         # DDP trains on local tensors of a parallelized model, the names are gone after the first forward pass.
@@ -543,7 +543,7 @@ class UnitView:
             if isinstance(key, torch.Tensor) and id(key) not in own and isinstance(value, dict):
                 yield from (one for one in [*value.values()] if isinstance(one, torch.Tensor))
 
-    def _plain_part(self, name: str, parameter: torch.Tensor) -> Box | None:
+    def _plain_part(self, name: str, parameter: torch.Tensor) -> ShardBox | None:
         """Which part of a whole a parameter is although it is a plain tensor; None for all others."""
         if is_shard(parameter) and not is_dtensor(parameter):
             return box_of(parameter, f"parameter {name!r}")

@@ -18,7 +18,7 @@ import torch
 
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.errors import ConfigError, UnstorableError
-from lastwords.sharding.dtensor import Box, box_of, is_dtensor, is_shard, local_of
+from lastwords.sharding.dtensor import ShardBox, box_of, is_dtensor, is_shard, local_of
 
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, name in TYPE_NAMES.items() if hasattr(torch, name)
@@ -66,7 +66,7 @@ def refuse_unsupported(tensor: torch.Tensor, path: str, *, sharded: bool = False
         raise UnstorableError(f"{path} {what}", f"{path} ({type(tensor).__qualname__}: {what})")
 
 
-def spec_of(name: str, tensor: torch.Tensor, box: Box | None = None) -> TensorSpec:
+def spec_of(name: str, tensor: torch.Tensor, box: ShardBox | None = None) -> TensorSpec:
     """How `tensor` is written down. A type that safetensors lacks (complex128) becomes bytes in one more dimension.
 
     box: which part of a whole a plain tensor is, where that was declared.
@@ -134,7 +134,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview | None:
     if not plain.nbytes:
         return memoryview(bytearray())
     _refuse_without_memory(plain)
-    return np.asarray(_Memory(plain)).data
+    return np.asarray(_TensorMemory(plain)).data
 
 
 def _without_memory(plain: torch.Tensor) -> str:
@@ -154,7 +154,7 @@ def _refuse_without_memory(plain: torch.Tensor) -> None:
         raise UnstorableError(f"a tensor of {plain.dtype} {tuple(plain.shape)} {what}", f"a tensor that {what}")
 
 
-class _Memory:
+class _TensorMemory:
     """What numpy needs to make an array over a tensor's memory. The array keeps this, and this keeps the storage."""
 
     def __init__(self, plain: torch.Tensor) -> None:

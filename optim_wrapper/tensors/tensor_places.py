@@ -38,7 +38,7 @@ _LOOKED_AT = 40
 _VERSION_BITS = 0xFFFFFFFF
 
 
-class _Everything:
+class _AllMemory:
     """All memory of this process as one array of 8-byte words. It begins at address 8: numpy wants no null pointer."""
 
     __array_interface__ = {"shape": (2**45 - 1,), "typestr": "<i8", "data": (_WORD, True), "version": 3}  # noqa: RUF012
@@ -64,7 +64,7 @@ class Where(NamedTuple):
     offsets: Words
 
 
-class Settled:
+class PlacesRead:
     """Some tensors and where they lay when this was made. Never changed; any thread may call.
 
     It holds their storages, so that neither their memory nor what is known of it is gone while it is read.
@@ -166,24 +166,24 @@ class TensorPlaces:
         self._counted = [_UNCOUNTED if tensor.is_inference() else tensor for tensor in counted or tensors]
         self._fields = None if public else _fields()
 
-    def settle(self) -> Settled:
+    def settle(self) -> PlacesRead:
         """Where they lie now. Some microseconds for each tensor."""
-        return Settled(self._tensors, self._counted, self._fields)
+        return PlacesRead(self._tensors, self._counted, self._fields)
 
 
 def writes_in(content: bytes, count: int) -> Words:
-    """How often each of so many tensors was written to, from what `Settled.read` has returned."""
+    """How often each of so many tensors was written to, from what `PlacesRead.read` has returned."""
     numbers: Words = np.frombuffer(content, np.int64, count) & _VERSION_BITS
     return numbers
 
 
 def word_index(addresses: Words) -> Words:
-    """Where `Settled.read` finds the word at each address, a multiple of 8."""
+    """Where `PlacesRead.read` finds the word at each address, a multiple of 8."""
     return _word(addresses)
 
 
 def byte_index(addresses: Sequence[int]) -> Words:
-    """Where `Settled.words_at` finds the byte at each address."""
+    """Where `PlacesRead.words_at` finds the byte at each address."""
     return np.array(addresses, np.int64) - _WORD
 
 
@@ -207,7 +207,7 @@ def _word(addresses: Words) -> Words:
 
 @functools.cache
 def _memory() -> Words:
-    return np.array(_Everything(), copy=False)
+    return np.array(_AllMemory(), copy=False)
 
 
 @functools.cache
@@ -255,9 +255,9 @@ def _proved(fields: _Fields) -> bool:
         torch.nn.Parameter(torch.ones(3, 4)), torch.arange(100)[7:], torch.empty(0), torch.tensor(1.5),
         torch.ones(8, 8, dtype=torch.bfloat16)[:, 3:5], torch.nn.Buffer(torch.ones(5, dtype=torch.bool)),
     ]  # fmt: skip
-    before: Settled | None = None
+    before: PlacesRead | None = None
     for _ in range(3):
-        read, asked = Settled(tensors, tensors, fields), Settled(tensors, tensors, None)
+        read, asked = PlacesRead(tensors, tensors, fields), PlacesRead(tensors, tensors, None)
         same = all(map(np.array_equal, (*read.where, read.writes()), (*asked.where, asked.writes())))
         if not same or not read.still() or (before is not None and before.still()):
             return False

@@ -42,7 +42,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     tensor_over,
     writing,
 )
-from lastwords.sharding.dtensor import Box, is_dtensor, local_of, placements_to_json
+from lastwords.sharding.dtensor import ShardBox, is_dtensor, local_of, placements_to_json
 
 # Copies of the user's values as they are at one moment, sharing what has not changed; and putting them back.
 
@@ -263,7 +263,7 @@ class NamedTensor:
     name: str
     path: str
     tensor: torch.Tensor
-    box: Box | None = None
+    box: ShardBox | None = None
     """Which part of a whole a plain tensor is, where that is known: a moment is the part that its parameter is."""
 
 

@@ -27,7 +27,7 @@ from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.sharding.declare import Unit
 from lastwords.sharding.group_info import value_is_shared, write_group_info
-from lastwords.sharding.verify import Difference, Digests, compare, digest_units, exchange_digests
+from lastwords.sharding.verify import Digests, HolderDifference, compare, digest_units, exchange_digests
 
 # Replicas are compared before one of them can ever be chosen: silent corruption, or copies that never were.
 
@@ -125,19 +125,19 @@ def _where_nobody_has_its_own(found: Mapping[int, Digests]) -> dict[int, Digests
     }
 
 
-def _is_buffer(difference: Difference) -> bool:
+def _is_buffer(difference: HolderDifference) -> bool:
     name = parse_tensor_name(difference.tensor)
     return isinstance(name, UnitTensorName) and name.kind == "buffer"
 
 
-def _text(found: Iterable[Difference], when: str) -> str:
+def _text(found: Iterable[HolderDifference], when: str) -> str:
     return (
         f"replicas differ {when}: {'; '.join(str(difference) for difference in found)}. If these are meant to be "
         "different tensors (stages, parts, experts), declare that with units="
     )
 
 
-def _different(found: Iterable[Difference]) -> dict[str, str]:
+def _different(found: Iterable[HolderDifference]) -> dict[str, str]:
     return {difference.tensor: str(difference) for difference in found}
 
 

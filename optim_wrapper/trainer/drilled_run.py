@@ -40,7 +40,7 @@ from lastwords.optim_wrapper.launch.drill_plan import (
     PLAN_NAME,
     UPDATE,
     Death,
-    Plan,
+    DrillPlan,
 )
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot
 from lastwords.optim_wrapper.state.object_walk import WHICH
@@ -197,7 +197,7 @@ class DrilledRun(ProtectedRun):
         super().__init__(*arguments, **more)
         self._folder = Path(os.environ[DRILL])
         plan = json.loads((self._folder / PLAN_NAME).read_bytes())
-        self._plan = typed(plan, Plan, PLAN_NAME)
+        self._plan = typed(plan, DrillPlan, PLAN_NAME)
         self._passes: Passes | None = None
         path = self._folder / f"rank_{self.world.rank}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

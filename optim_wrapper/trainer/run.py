@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.data_digest import data_digest
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.resume import Resumed
-from lastwords.optim_wrapper.state.attributes import NOTHING, Saved
+from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues
 from lastwords.optim_wrapper.state.running import program_files
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook
@@ -217,7 +217,7 @@ class Run:
         if resumed is None:
             return None
 
-        def back_to(regions: Mapping[str, RegionCopy], saved: Saved, *, last: bool) -> Callable[[], None] | None:
+        def back_to(regions: Mapping[str, RegionCopy], saved: SavedValues, *, last: bool) -> Callable[[], None] | None:
             return (lambda: self.recorder.put_back(regions, saved.at_its_place, last=last)) if regions else None
 
         at_start = back_to(resumed.epoch_start, resumed.at_start, last=False)

@@ -89,8 +89,8 @@ class Job:
             )
         return directory
 
-    def facts(self, step: int) -> publish.Incident:
-        return publish.Incident(
+    def facts(self, step: int) -> publish.IncidentFacts:
+        return publish.IncidentFacts(
             job=self.name,
             generation=self.generation,
             incident=self.incident,
@@ -154,7 +154,9 @@ def published(
         write_part(directory, writer, 1, step, step, units, own, facts or {}, job="job", os=os)
         of_others = {}
     said = {"world_size": len(states), "reason": "a test", **known}
-    return publish.publish(root, directory, publish.Incident("job", 1, 1, 1, step, writers=tuple(states), **said), os)
+    return publish.publish(
+        root, directory, publish.IncidentFacts("job", 1, 1, 1, step, writers=tuple(states), **said), os
+    )
 
 
 def content_of(path: Path, os: Os = REAL_OS) -> dict[str, bytes]:

@@ -37,7 +37,7 @@ def check(root: Path, os: Os, *, older: tuple[Job, int], newer: tuple[Job, int],
         raise Broken(f"the directory cannot be listed any more: {error}") from error
     seen: list[tuple[Job, int]] = []
     for entry in found:
-        if entry.status is not load.Status.COMPLETE:
+        if entry.status is not load.DirectoryStatus.COMPLETE:
             raise Broken(f"{entry.path.name} is visible but {entry.status.value}: {entry.why}")
         problems = load.verify(entry.path, os=os)
         if problems:

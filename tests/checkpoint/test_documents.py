@@ -15,7 +15,7 @@ from lastwords.checkpoint import manifest, publish
 from lastwords.checkpoint.document import compact, encode_document, in_steps
 from lastwords.checkpoint.entries import Reason
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.part import Part, PartHead
+from lastwords.checkpoint.part import PartHead, RankPart
 from lastwords.checkpoint.remote.uploader import Record
 from lastwords.checkpoint.reshard.strategy import Strategy, strategy_of
 from lastwords.checkpoint.starts import Launch, Start
@@ -56,7 +56,7 @@ def glanced(raw: bytes, where: Path) -> object:
 
 
 READERS: dict[str, Callable[[bytes, Path], object]] = {
-    "manifest": Manifest.decode, "large": Manifest.decode, "glance": glanced, "part": Part.decode,
+    "manifest": Manifest.decode, "large": Manifest.decode, "glance": glanced, "part": RankPart.decode,
     "head": PartHead.decode, "start": Start.decode, "record": Record.decode, "strategy": Strategy.decode,
 }  # fmt: skip
 

@@ -228,7 +228,7 @@ def test_unreadable_directories_are_storage_errors_and_not_nothing_found() -> No
                 load.latest(ROOT, os=os)
             continue
         [found] = load.scan(ROOT, os)
-        assert found.status is load.Status.UNREADABLE
+        assert found.status is load.DirectoryStatus.UNREADABLE
         golden.says(found.why)
 
 

@@ -166,11 +166,11 @@ def test_what_was_verified_is_published_without_being_read_again(tmp_path: Path)
         root.mkdir()
         directory = save_many(root, 3).rename(layout.tmp_dir(root, 1, "job", 1, 1, 1))
         (directory / "manifest.json").unlink()
-        heads: dict[int, publish.Seen] = {}
+        heads: dict[int, publish.SeenPart] = {}
         units = [f"u{rank}" for rank in range(3)]
         assert publish.verify_parts(directory, range(3), units, range(3), 1, heads=heads) == []
         os = Opened()
-        incident = publish.Incident("job", 1, 1, 1, 1, 3, (0, 1, 2), "a test")
+        incident = publish.IncidentFacts("job", 1, 1, 1, 1, 3, (0, 1, 2), "a test")
         known = heads if name == "handed over" else None
         path = publish.publish(root, directory, incident, os, published_unix_ns=1, heads=known)
         assert len([one for one in os.paths if one.parent.name.startswith("rank_")]) == (0 if known else 6)
@@ -205,7 +205,7 @@ def test_what_no_reader_would_take_is_never_written(tmp_path: Path, monkeypatch:
         directory = layout.tmp_dir(tmp_path, 1, "job", 1, 1, 1)
         write_part(directory, 0, 1, 1, 1, {"u": UnitState([])}, {0: LocalState([])}, {}, job="job")
         monkeypatch.setattr("lastwords.checkpoint.part.DOCUMENT_BYTES_MAX", 1000)
-        incident = publish.Incident("job", 1, 1, 1, 1, 1, (0,), "x" * 1000)
+        incident = publish.IncidentFacts("job", 1, 1, 1, 1, 1, (0,), "x" * 1000)
         with golden.raises(StorageError):
             publish.publish(tmp_path, directory, incident)
         assert [path.name for path in tmp_path.iterdir()] == [directory.name]

@@ -247,7 +247,10 @@ def test_a_damaged_newest_one_is_skipped_with_a_warning(tmp_path: Path, caplog: 
     flip(newer / FILE_1, 100)
     assert load.latest(tmp_path) == older
     golden.says(caplog.messages)
-    assert [found.status for found in load.scan(tmp_path)] == [load.Status.DAMAGED, load.Status.COMPLETE]
+    assert [found.status for found in load.scan(tmp_path)] == [
+        load.DirectoryStatus.DAMAGED,
+        load.DirectoryStatus.COMPLETE,
+    ]
 
 
 def test_what_is_pruned_between_a_listing_and_a_look_leaves_a_newer_one_to_be_found(

@@ -18,8 +18,8 @@ from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import decode_document, encode_document
 from lastwords.checkpoint.entries import Cause, FileEntry, LocalEntry, Reason, UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
-from lastwords.checkpoint.manifest import Claimed, Kind, Manifest, contradiction, glance, read_manifest
-from lastwords.checkpoint.part import Part, read_part
+from lastwords.checkpoint.manifest import CheckpointKind, Claimed, Manifest, contradiction, glance, read_manifest
+from lastwords.checkpoint.part import RankPart, read_part
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import FormatError, IncompleteError
 from tests import golden
@@ -136,7 +136,7 @@ def test_one_changed_byte_anywhere_in_a_part_is_found() -> None:
     for at in range(len(raw)):
         damaged = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
         with pytest.raises(FormatError):
-            Part.decode(damaged, WHERE)
+            RankPart.decode(damaged, WHERE)
 
 
 def test_white_space_that_was_changed_is_found() -> None:
@@ -302,7 +302,7 @@ def test_documents_come_back(content: dict[str, Any]) -> None:
 def test_parts_come_back(tmp_path: Path) -> None:
     directory = Job().write(tmp_path, 37)
     part = read_part(directory / "rank_0")
-    assert Part.decode(part.encode(), WHERE) == part
+    assert RankPart.decode(part.encode(), WHERE) == part
     assert load.scan(tmp_path) == []
 
 
@@ -338,17 +338,22 @@ def test_a_number_is_found_across_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("incident", "attempt", "kind"),
-    [(0, 1, Kind.PERIODIC), (0, 0, Kind.CONVERTED), (1, 1, Kind.LAST_WORDS), (2, 0, Kind.LAST_WORDS)],
+    [
+        (0, 1, CheckpointKind.PERIODIC),
+        (0, 0, CheckpointKind.CONVERTED),
+        (1, 1, CheckpointKind.LAST_WORDS),
+        (2, 0, CheckpointKind.LAST_WORDS),
+    ],
 )
 def test_what_is_claimed_and_what_is_checked_say_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incident: int, attempt: int, kind: Kind
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, incident: int, attempt: int, kind: CheckpointKind
 ) -> None:
     path = Job(incident=incident, attempt=attempt).save(tmp_path, 37)
     manifest, claimed = read_manifest(path), Claimed.read(path)
     monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
     assert claimed == Claimed.of(manifest) == glance(path, REAL_OS) != Claimed()
     assert (manifest.kind, claimed.kind) == (kind, kind)
-    assert manifest.is_periodic is claimed.is_periodic is (kind is Kind.PERIODIC)
+    assert manifest.is_periodic is claimed.is_periodic is (kind is CheckpointKind.PERIODIC)
 
 
 def test_what_cannot_be_read_is_not_periodic(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.entries import Cause, Reason
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
-from lastwords.checkpoint.part import LocalState, Part, UnitState, read_part, write_part
+from lastwords.checkpoint.part import LocalState, RankPart, UnitState, read_part, write_part
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from tests import golden
@@ -184,7 +184,7 @@ def test_values_that_cannot_be_stored_are_refused_with_their_path(tmp_path: Path
 # ---------------------------------------------------------------------- verify_parts
 
 
-def rewrite_part(rank_dir: Path, change: Callable[[Part], Part]) -> None:
+def rewrite_part(rank_dir: Path, change: Callable[[RankPart], RankPart]) -> None:
     path = rank_dir / layout.PART_NAME
     path.write_bytes(change(read_part(rank_dir)).encode())
 
@@ -224,7 +224,7 @@ def _move_epoch(rank_dir: Path, epoch: int = 9, step: int = 7) -> None:
     old, new = str(layout.PartPath(rank, 4, 7)), str(layout.PartPath(rank, epoch, step))
     (rank_dir.parent / old).rename(rank_dir.parent / new)
 
-    def change(part: Part) -> Part:
+    def change(part: RankPart) -> RankPart:
         return replace(
             part,
             epoch=epoch,
@@ -260,7 +260,7 @@ def test_where_no_writer_knows_it_the_step_has_no_name_and_the_resume_is_not_exa
 
 
 def test_a_loop_that_names_no_step_misses_nothing(tmp_path: Path) -> None:
-    def nameless(part: Part) -> Part:
+    def nameless(part: RankPart) -> RankPart:
         local = {
             rank: replace(entry, said={"slot": {"epoch": None, "after": []}}) for rank, entry in part.locals.items()
         }
@@ -285,7 +285,7 @@ def test_meta_that_readers_refuse_is_published_all_the_same(
     monkeypatch.setattr(publish, "TABLES_BYTES_MAX", tables_bytes_max)
     whole = {"version": 1, "optimizer": "", "parameters": {}, "buffers": {}, "aliases": {}, "absent_buffers": []}
 
-    def odd(part: Part) -> Part:
+    def odd(part: RankPart) -> RankPart:
         return {
             "units": lambda: replace(
                 part, units={unit: replace(one, said={**whole, "groups": 3}) for unit, one in part.units.items()}
@@ -445,7 +445,7 @@ def test_a_new_one_replaces_nothing(tmp_path: Path) -> None:
 
 def test_what_has_changed_since_it_was_verified_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "TABLES_BYTES_MAX", 0)
-    heads: dict[int, publish.Seen] = {}
+    heads: dict[int, publish.SeenPart] = {}
     directory = JOB.write(tmp_path, 37)
     assert publish.verify_parts(directory, (0, 1), ("a", "bb"), (0, 1), 37, heads=heads) == []
     assert sorted(heads) == [0, 1]

@@ -18,8 +18,17 @@ from hypothesis import strategies as st
 
 from lastwords.checkpoint import layout, load, retention, starts
 from lastwords.checkpoint.load import read_checkpoint
-from lastwords.checkpoint.manifest import Claimed, Kind
-from lastwords.checkpoint.retention import Rules, VerifiedOnce, Whole, carry_out, chosen, jobs_in, plan, prune
+from lastwords.checkpoint.manifest import CheckpointKind, Claimed
+from lastwords.checkpoint.retention import (
+    CompleteCheckpoint,
+    Rules,
+    VerifiedOnce,
+    carry_out,
+    chosen,
+    jobs_in,
+    plan,
+    prune,
+)
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import BusyError, ConfigError, IncompleteError, StorageError
 from tests import golden
@@ -32,17 +41,17 @@ LAST_WORDS = Job(attempt=2)
 # ---------------------------------------------------------------------- the rule
 
 
-def made(times_min: list[float], kinds: str = "") -> list[Whole]:
+def made(times_min: list[float], kinds: str = "") -> list[CompleteCheckpoint]:
     """Checkpoints, newest first; times in order of steps. kinds: p for periodic, w for last words, c for converted."""
     numbers = {"p": (0, 1), "w": (1, 1), "c": (0, 0)}
     found = []
     for step, (at_min, kind) in enumerate(zip(times_min, kinds or "p" * len(times_min), strict=True), 1):
         said = Claimed("job", 1, step, int(at_min * MINUTE_NS), *numbers[kind], exact=True)
-        found.append(Whole(Path(f"/ckpt/tft_saved_checkpoints-step_{step}"), said))
+        found.append(CompleteCheckpoint(Path(f"/ckpt/tft_saved_checkpoints-step_{step}"), said))
     return found[::-1]
 
 
-def kept(found: list[Whole], rules: Rules) -> list[int]:
+def kept(found: list[CompleteCheckpoint], rules: Rules) -> list[int]:
     """Steps, oldest first."""
     result = chosen(found, rules)
     assert {*result.keep} | {*result.remove} == {*found}
@@ -109,9 +118,9 @@ def test_the_newest_is_always_kept_and_a_second_look_removes_nothing(
     found = made(times, kinds)
     first = chosen(found, rules)
     assert found[0] in first.keep
-    assert all(one.said.kind is Kind.PERIODIC or rules.last_words for one in first.remove)
+    assert all(one.said.kind is CheckpointKind.PERIODIC or rules.last_words for one in first.remove)
     if rules.keep_max:
-        counted = [one for one in first.keep if one.said.kind is Kind.PERIODIC]
+        counted = [one for one in first.keep if one.said.kind is CheckpointKind.PERIODIC]
         assert len(counted) >= min(rules.keep_max, kinds.count("p")) or rules.last_words
     if times == sorted(times):
         assert chosen(list(first.keep), rules).remove == ()

@@ -13,7 +13,7 @@ import pytest
 
 from lastwords.checkpoint import layout, load, publish, removal, starts
 from lastwords.checkpoint.lock_file import ReaderLock
-from lastwords.checkpoint.retention import Plan, Rules, VerifiedOnce, carry_out, plan, prune
+from lastwords.checkpoint.retention import RetentionPlan, Rules, VerifiedOnce, carry_out, plan, prune
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree
 from lastwords.errors import BusyError, IncompleteError, LastWordsError
 from tests.checkpoint.interleaving import Choose, Machine, at_random, stopped_once
@@ -75,7 +75,7 @@ def whole(root: Path, os: Os) -> list[int]:
     steps = []
     try:
         for found in load.scan(root, os):
-            if found.status is not load.Status.COMPLETE or load.verify(found.path, os=os):
+            if found.status is not load.DirectoryStatus.COMPLETE or load.verify(found.path, os=os):
                 raise Broken(f"{found.path.name} is visible but {found.status.value}: {found.why}")
             assert found.manifest is not None
             if content_of(found.path, os) != content_written(JOB, found.manifest.global_step):
@@ -264,7 +264,7 @@ def two_that_disagree() -> list[Body]:
             keep = [one for one in made.keep if one.said.global_step == (35 if unseen == 36 else 36)]
             if keep:
                 goes = tuple(one for one in made.keep if one not in keep)
-                carry_out(Plan(tuple(keep), goes), os, verified=SEEN)
+                carry_out(RetentionPlan(tuple(keep), goes), os, verified=SEEN)
 
         return body
 
@@ -436,7 +436,7 @@ def lost_by_publication(can_exchange: bool) -> Iterator[str]:
             newest = load.latest(ROOT, job.name, made)
             if newest is None or content_of(newest, made) != content_written(job, 34):
                 yield f"{label}: what {job.name} has published is gone"
-        if any(found.status is not load.Status.COMPLETE for found in load.scan(ROOT, made)):
+        if any(found.status is not load.DirectoryStatus.COMPLETE for found in load.scan(ROOT, made)):
             yield f"{label}: something is not whole"
 
 

@@ -200,7 +200,7 @@ def published(root: Path, unit: UnitState, count: int, *, writers: Sequence[int]
     ranks = tuple(sorted(set(writers or range(count))))
     wanted = [str(share) for share in Share(UNIT, 0, count).all]
     assert publish.verify_parts(directory, ranks, wanted, (), STEP) == []
-    incident = publish.Incident("job", 1, 1, 1, STEP, world_size=4, writers=ranks, reason="a test")
+    incident = publish.IncidentFacts("job", 1, 1, 1, STEP, world_size=4, writers=ranks, reason="a test")
     return publish.publish(root, directory, incident)
 
 

@@ -59,7 +59,7 @@ def check(os: Os, published: bool) -> None:
     if published and not found:
         raise Broken("it was reported as published and is gone")
     for entry in found:
-        if entry.status is not load.Status.COMPLETE or load.verify(entry.path, os=os):
+        if entry.status is not load.DirectoryStatus.COMPLETE or load.verify(entry.path, os=os):
             raise Broken(f"{entry.path.name} is visible but {entry.status.value}: {entry.why}")
         if gathered(entry.path, os) != BITS:
             raise Broken("it has another content")

@@ -9,7 +9,7 @@ import pytest
 
 from lastwords.checkpoint import load, lock_file
 from lastwords.errors import ConfigError, LastWordsError
-from lastwords.integrations.transform import Outcome, transform
+from lastwords.integrations.transform import TransformOutcome, transform
 from tests.checkpoint.elastic import gathered
 from tests.checkpoint.interleaving import Choose, Ended, Machine, at_random, stopped_once
 from tests.checkpoint.interposed import InterposedOs
@@ -18,7 +18,7 @@ from tests.checkpoint.test_transform_crash import BITS, DISK, OUT, ROOT, TO
 
 FINAL = OUT / "tft_saved_checkpoints-step_7"
 
-Body = Callable[[InterposedOs], Outcome]
+Body = Callable[[InterposedOs], TransformOutcome]
 
 
 def of_ranks(*ranks: int) -> Body:

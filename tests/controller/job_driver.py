@@ -10,11 +10,11 @@ from lastwords.controller.events import (
     Died,
     Discard,
     Effect,
+    EndController,
     EndKnown,
     Event,
     FromRank,
-    Keep,
-    Log,
+    KeepParts,
     LookForNewest,
     NewestKnown,
     Published,
@@ -24,12 +24,11 @@ from lastwords.controller.events import (
     SessionClosed,
     StartPublish,
     StartVerify,
-    Stop,
-    Tick,
     Verified,
     VerifyBlocked,
     VerifyFailed,
 )
+from lastwords.core_events import Log, Tick
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     DeathSource,
@@ -209,8 +208,8 @@ class JobDriver:
 
     def keeps(self) -> list[tuple[int, int]]:
         """Attempts and steps kept for a human."""
-        return [(effect.attempt, effect.step) for effect in self.effects if isinstance(effect, Keep)]
+        return [(effect.attempt, effect.step) for effect in self.effects if isinstance(effect, KeepParts)]
 
     def stops(self) -> bool:
         """True if the controller has ended."""
-        return any(isinstance(effect, Stop) for effect in self.effects)
+        return any(isinstance(effect, EndController) for effect in self.effects)

@@ -9,10 +9,10 @@ import pytest
 from lastwords.controller.events import (
     ControllerOptions,
     FromRank,
+    JobStage,
     NewestKnown,
     OutcomeKind,
     StartPublish,
-    State,
     Watched,
 )
 from lastwords.controller.words import newest_text
@@ -54,7 +54,7 @@ def test_a_certain_death_freezes_everybody_else(source: DeathSource) -> None:
     assert sorted(job.sent(Freeze)) == [0, 2]
     for rank in (0, 2):
         job.settle(rank, computing(5))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_suspicion_freezes_but_decides_nothing() -> None:
@@ -63,7 +63,7 @@ def test_a_suspicion_freezes_but_decides_nothing() -> None:
     assert set(job.sent(Freeze)) >= {0, 2}
     for rank in (0, 2):
         job.settle(rank, computing(5))
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
 
 
 def test_a_peers_word_about_a_death_counts() -> None:
@@ -139,7 +139,7 @@ def test_a_false_alarm_resumes_as_soon_as_the_suspect_is_back() -> None:
     job.wait(1.9)
     job.hello(1)
     assert sorted(job.sent(Resume)) == [0, 1, 2]
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_a_suspect_that_does_not_come_back_is_dead() -> None:
@@ -148,7 +148,7 @@ def test_a_suspect_that_does_not_come_back_is_dead() -> None:
     for rank in (0, 2):
         job.settle(rank, computing(5))
     job.wait(10.0)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.hello(1)
     assert not job.sent(Resume)
 
@@ -175,7 +175,7 @@ def test_a_suspect_is_not_left_out_while_others_write() -> None:
     job.kill(2)
     for rank in (0, 1):
         job.settle(rank, computing(5))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.close(1)
     job.wait(1.5)
     assert "rank 1" not in job.logs()
@@ -203,7 +203,7 @@ def test_nothing_resumes_once_something_is_certain(second: str) -> None:
         job.hear(Signalled(2, GENERATION, 15, computing(5)))
     job.hello(1)
     assert not job.sent(Resume)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
 
 
 def test_nothing_resumes_after_the_choice() -> None:
@@ -223,7 +223,7 @@ def test_a_rank_that_missed_resume_gets_it_when_it_answers_the_old_freeze() -> N
     job.hello(1)
     job.settle(0, computing(5), incident=1)
     assert job.sent(Resume) == {0: Resume(GENERATION, 1)}
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_a_rank_that_reconnects_after_a_false_alarm_hears_of_its_end() -> None:
@@ -250,7 +250,7 @@ def test_the_choice_waits_for_every_living_rank() -> None:
     job.kill(3)
     job.settle(0, computing(5))
     job.settle(1, computing(5))
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.settle(2, computing(6))
     assert job.sent(Save)[2].step == 6
 
@@ -354,7 +354,7 @@ def test_a_suspect_may_come_back_before_the_choice() -> None:
     job.settle(0, computing(5))
     job.close(1)
     job.settle(2, computing(5))
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.hello(1)
     assert job.sent(Freeze)
     job.settle(1, computing(6))
@@ -370,7 +370,7 @@ def test_a_rank_that_comes_back_too_late_is_only_told() -> None:
     job.hello(1)
     assert 1 in job.sent(Freeze)
     job.settle(1, computing(6))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.saved(0, 5)
     job.verified()
     job.published()
@@ -384,9 +384,9 @@ def test_a_rank_that_comes_back_before_the_choice_counts_and_is_waited_for_in_bo
     job.wait(14.0)  # rank 1 is dead by now, rank 2 has not answered
     job.hello(1)
     job.settle(2, computing(5))
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.wait(15.1)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_rank_that_was_left_out_is_not_waited_for_once_more_when_it_connects_again() -> None:
@@ -400,9 +400,9 @@ def test_a_rank_that_was_left_out_is_not_waited_for_once_more_when_it_connects_a
     job.close(2)
     job.hello(2)
     assert 2 in job.sent(Freeze)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.settle(1, computing(5))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_rank_that_registers_after_the_choice_is_told_and_not_waited_for() -> None:
@@ -411,11 +411,11 @@ def test_a_rank_that_registers_after_the_choice_is_told_and_not_waited_for() -> 
     job.hello(1)
     job.kill(1)
     job.settle(0, computing(5))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.hello(2)
     assert 2 in job.sent(Freeze)
     job.save_failed(0, 5)
-    assert job.core.state is State.EXITING
+    assert job.core.state is JobStage.EXITING
 
 
 # --------------------------------------------------------------------------- an exception between gate and update
@@ -449,7 +449,7 @@ def test_a_rank_that_may_still_come_to_the_gate_is_waited_for() -> None:
 
 def test_and_once_only() -> None:
     job = _only_holder_of_a_stays_behind(raised=False)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.settle(0, computing(8))
     assert {rank: order.step for rank, order in job.sent(Save).items() if order.units} == {0: 8, 3: 8}
 
@@ -486,7 +486,7 @@ def gated_split() -> JobDriver:
 def test_a_laggard_whose_unit_nobody_holds_is_told_to_proceed() -> None:
     job = gated_split()
     assert job.sent(Proceed) == {1: Proceed(GENERATION, 1, 8)}
-    assert job.core.state is State.PROCEEDING
+    assert job.core.state is JobStage.PROCEEDING
     assert not job.sent(Save), "nothing is written before it has settled again"
     job.settle(1, computing(8))
     assert sorted(job.sent(Save)) == [0, 1]
@@ -495,7 +495,7 @@ def test_a_laggard_whose_unit_nobody_holds_is_told_to_proceed() -> None:
 def test_its_old_answer_repeated_does_not_count_as_a_new_one() -> None:
     job = gated_split()
     job.settle(1, Stand(Phase.READY, 8), sequence=3)
-    assert job.core.state is State.PROCEEDING
+    assert job.core.state is JobStage.PROCEEDING
     assert not job.effects, "nor does it need to be told again"
 
 
@@ -516,7 +516,7 @@ def test_a_rank_that_falls_silent_while_another_proceeds_is_waited_for_as_long_a
     job.settle(1, Stand(Phase.READY, 8))
     job.settle(2, computing(8))
     job.wait(6.0)
-    assert job.core.state is State.PROCEEDING
+    assert job.core.state is JobStage.PROCEEDING
     job.close(2)
     job.settle(1, computing(8))
     job.wait(14.9)
@@ -551,7 +551,7 @@ def test_a_writer_that_fails_while_another_rank_proceeds_changes_nothing_about_t
     job.kill(1)
     assert list(job.sent(Proceed)) == [3]
     job.save_failed(0, 8)
-    assert job.core.state is State.PROCEEDING
+    assert job.core.state is JobStage.PROCEEDING
     job.settle(3, computing(8))
     assert {rank: order.units for rank, order in job.sent(Save).items()} == {3: ("B",), 4: ("A",)}
 
@@ -828,7 +828,7 @@ def test_an_answer_about_an_earlier_incident_says_nothing_of_this_one() -> None:
     job.hello(1)
     for rank in (0, 1):
         job.settle(rank, computing(5))
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     job.kill(1)
     job.settle(0, computing(5), incident=2)
     job.tell(NewestKnown(1, *OLDER))

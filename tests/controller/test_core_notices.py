@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lastwords.controller.events import ControllerOptions, Log, Send, State, Watched
+from lastwords.controller.events import ControllerOptions, JobStage, Send, Watched
 from lastwords.controller.incident import NOTICE_S
 from lastwords.controller.loop import BEGIN_NOTICE_S, LEAVE_NOTICE_S
+from lastwords.core_events import Log
 from lastwords.vocabulary import DeathSource, Freeze, Left, LoopBegin, Notice, Phase, Stand, Status
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
@@ -70,7 +71,7 @@ def test_ranks_that_leave_together_are_no_news() -> None:
     job = own_loop(left=(0, 1), stuck={})
     job.hear(Left(2, GENERATION, Stand(Phase.DONE, 7)))
     assert said(job) == []
-    assert job.core.state is State.RELEASING
+    assert job.core.state is JobStage.RELEASING
     job.wait(5.0)
     assert said(job) == []
 
@@ -115,7 +116,7 @@ def test_a_rank_that_is_back_in_time_is_no_news_and_neither_is_an_incident_that_
     job.begin_loop()
     job.kill(1, DeathSource.STREAM)
     job.hear(Status(1, GENERATION, computing(1)))
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     job.wait(NOTICE_S)
     assert said(job) == []
 

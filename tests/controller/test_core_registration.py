@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lastwords.controller.core import ControllerOptions
-from lastwords.controller.events import OutcomeKind, State
+from lastwords.controller.events import JobStage, OutcomeKind
 from lastwords.controller.membership import Membership
 from lastwords.vocabulary import (
     DeathSource,
@@ -45,14 +45,14 @@ def test_all_are_welcomed_when_the_last_one_has_come() -> None:
     assert not job.sent(Welcome)
     job.hello(1)
     assert sorted(job.sent(Welcome)) == [0, 1, 2]
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_a_repeated_hello_is_welcomed_again_and_changes_nothing() -> None:
     job = JobDriver(2)
     job.hello(1)
     assert sorted(job.sent(Welcome)) == [1]
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_process_that_does_not_belong_is_refused(changes: dict[str, object], w
     assert isinstance(order, Refused)
     assert words in order.reason
     assert not job.sent(Welcome)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_a_process_that_was_seen_dead_cannot_come_back() -> None:
@@ -97,7 +97,7 @@ def test_a_hello_that_is_said_again_in_the_same_session_changes_nothing_and_is_a
     job.settle(1, computing(5))
     job.hello(1)
     job.settle(2, computing(5))
-    assert job.core.state is State.SAVING, "its answer still stands"
+    assert job.core.state is JobStage.SAVING, "its answer still stands"
 
 
 def test_a_missing_rank_ends_the_start_with_its_number() -> None:
@@ -131,11 +131,11 @@ def test_a_lost_connection_before_all_are_there_is_forgiven() -> None:
     job = JobDriver(2, registered=False)
     job.hello(0)
     job.close(0)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.hello(0)
-    assert job.core.state is State.REGISTERING
+    assert job.core.state is JobStage.REGISTERING
     job.hello(1)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_the_start_timeout_does_not_interrupt_an_incident() -> None:
@@ -144,12 +144,12 @@ def test_the_start_timeout_does_not_interrupt_an_incident() -> None:
     job.wait(4.0)
     job.close(0)
     job.wait(4.0)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.hello(0)
     job.wait(4.9)
-    assert job.core.state is State.REGISTERING
+    assert job.core.state is JobStage.REGISTERING
     job.wait(0.2)
-    assert job.core.state is State.REFUSING
+    assert job.core.state is JobStage.REFUSING
 
 
 # --------------------------------------------------------------------------- the loop
@@ -253,7 +253,7 @@ def test_a_rank_that_left_early_is_an_incident_when_nobody_moves() -> None:
     job.wait(29.0)
     job.hear(Status(0, GENERATION, computing(6)))
     job.wait(29.0)
-    assert job.core.state is State.WATCHING, "rank 0 has moved"
+    assert job.core.state is JobStage.WATCHING, "rank 0 has moved"
     job.hear(Status(0, GENERATION, computing(6)))
     job.wait(1.1)
     assert sorted(job.sent(Freeze)) == [0, 1, 2]
@@ -265,9 +265,9 @@ def test_a_rank_that_has_done_all_its_steps_waits_longer() -> None:
     job.begin_loop(10, 2)
     left(job, 0, 20)
     job.wait(599.0)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     job.wait(2.0)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     golden.says(job.sent(Freeze)[0].reason)
 
 
@@ -292,9 +292,9 @@ def test_a_rank_that_stands_where_all_others_have_left_needs_no_last_words(
 ) -> None:
     job = finishing(shape, done, 20)
     job.wait(1000.0 if shape == (10, 2) else 599.0)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     job.kill(1)
-    assert job.core.state is State.WATCHING, "it had done everything"
+    assert job.core.state is JobStage.WATCHING, "it had done everything"
     for rank in {0, 1, 2} - set(done):
         left(job, rank, 20)
     assert sorted(job.sent(Release)) == [0, 1, 2], "and should it live, it hears that it may go on"
@@ -338,7 +338,7 @@ def test_the_death_of_the_rank_that_is_not_done_is_a_death() -> None:
 def test_a_rank_that_died_when_all_seemed_done_is_missed_when_another_goes_on(done: tuple[int, ...]) -> None:
     job = finishing((0, 0), done, 20)
     job.kill(1)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     job.hear(Status(0, GENERATION, Stand(Phase.READY, 21)))
     assert sorted(job.sent(Freeze)) == [0, 2]
     assert "rank 1 died" in job.sent(Freeze)[0].reason
@@ -377,7 +377,7 @@ def test_a_rank_that_has_left_is_a_holder_like_any_other() -> None:
     left(job, 0, 5)
     job.kill(1)
     job.settle(0, Stand(Phase.DONE, 5))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_leaving_is_looked_at_again_after_a_false_alarm() -> None:
@@ -395,4 +395,4 @@ def test_a_death_before_the_release_is_still_a_death() -> None:
     job.kill(0, DeathSource.PIDFD)
     left(job, 1, 5)
     assert not job.sent(Release)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING

@@ -12,12 +12,12 @@ from lastwords.controller.context import JobContext
 from lastwords.controller.core import ControllerOptions
 from lastwords.controller.events import (
     STORAGE_FAILURES_MAX,
+    JobStage,
     OutcomeKind,
     PartPlan,
     Remember,
     StartPublish,
     StartVerify,
-    State,
     StorageProgress,
     VerifyFailed,
 )
@@ -82,7 +82,7 @@ def test_a_verification_of_another_attempt_does_not_publish() -> None:
     job.saved(0, 5)
     assert job.verified(attempt=2) == []
     assert job.verified(incident=2) == []
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
 
 
 def test_a_word_about_a_publication_that_was_not_asked_for_is_void() -> None:
@@ -90,7 +90,7 @@ def test_a_word_about_a_publication_that_was_not_asked_for_is_void() -> None:
     assert job.published() == []
     job.saved(0, 5)
     assert job.published() == []
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
 
 
 def test_the_checkpoint_waits_for_every_writer() -> None:
@@ -109,7 +109,7 @@ def test_the_checkpoint_waits_for_every_writer() -> None:
 def test_a_file_of_another_step_attempt_or_incident_does_not_count(step: int, attempt: int, incident: int) -> None:
     job = saving()
     assert job.saved(0, step, attempt, incident) == []
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_file_that_nobody_asked_for_does_not_count() -> None:
@@ -217,7 +217,7 @@ def test_a_writer_without_progress_is_replaced() -> None:
     for written in (10, 20, 30):
         job.wait(29.0)
         job.progress(0, written)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.wait(29.0)
     job.progress(0, 30)
     job.progress(0, 20)
@@ -277,7 +277,7 @@ def test_a_writer_that_reconnects_gets_its_order_again() -> None:
     job = saving()
     job.progress(0, 10)
     job.close(0)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.hello(0)
     assert job.sent(Save)[0].attempt == 1
 
@@ -327,7 +327,7 @@ def test_a_refused_directory_without_a_fallback_ends_with_the_reason() -> None:
     job = saving()
     job.save_failed(0, 5, storage=True)
     job.save_failed(1, 5, attempt=2, storage=True)
-    while job.core.state is not State.EXITING:
+    while job.core.state is not JobStage.EXITING:
         job.wait(0.25)
         for rank, order in job.sent(Save).items():
             job.save_failed(rank, 5, attempt=order.attempt, storage=True)
@@ -340,13 +340,13 @@ def test_retries_in_a_refused_directory_are_bounded() -> None:
     job = saving(20)
     began_s = job.now_s
     attempts = rounds = 0
-    while job.core.state is not State.EXITING:
+    while job.core.state is not JobStage.EXITING:
         rounds += 1
-        while job.core.state is State.SAVING:
+        while job.core.state is JobStage.SAVING:
             (writer,) = job.sent(Save)
             attempts += 1
             job.save_failed(writer, 5, attempt=attempts, storage=True)
-        while job.core.state is State.SETTLING:
+        while job.core.state is JobStage.SETTLING:
             job.wait(0.25)
     assert attempts == rounds * STORAGE_FAILURES_MAX
     assert rounds == 10
@@ -442,7 +442,7 @@ def test_a_name_that_cannot_be_given_leads_to_the_fallback() -> None:
     for written in range(1, 8):
         job.wait(20.0)
         job.progress(0, written, attempt=2)
-    assert job.core.state is State.SAVING, "and whoever writes there has time for it"
+    assert job.core.state is JobStage.SAVING, "and whoever writes there has time for it"
 
 
 def test_a_name_that_cannot_be_given_without_a_fallback_ends_with_the_reason() -> None:
@@ -451,7 +451,7 @@ def test_a_name_that_cannot_be_given_without_a_fallback_ends_with_the_reason() -
     job.verified()
     job.publish_failed()
     tries = 1
-    while job.core.state is State.PUBLISHING:
+    while job.core.state is JobStage.PUBLISHING:
         job.wait(0.25)
         if job.starts() is not None:
             tries += 1
@@ -464,11 +464,11 @@ def test_a_name_that_cannot_be_given_without_a_fallback_ends_with_the_reason() -
     golden.says(job.sent(Exit)[0].reason)
 
 
-@pytest.mark.parametrize("stage", [State.VERIFYING, State.PUBLISHING])
-def test_a_file_system_that_hangs_is_given_up(stage: State) -> None:
+@pytest.mark.parametrize("stage", [JobStage.VERIFYING, JobStage.PUBLISHING])
+def test_a_file_system_that_hangs_is_given_up(stage: JobStage) -> None:
     job = saving()
     job.saved(0, 5)
-    if stage is State.PUBLISHING:
+    if stage is JobStage.PUBLISHING:
         job.verified()
     assert job.core.state is stage
     job.wait(119.0)
@@ -499,9 +499,9 @@ def test_a_writer_inside_fsync_is_waited_for_although_it_writes_nothing() -> Non
     for _ in range(28):
         job.wait(10.0)
         job.progress(0, 1000, syncing=True)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     job.saved(0, 5)
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
 
 
 def test_a_writer_that_never_leaves_fsync_is_given_up_after_sync_timeout_s() -> None:
@@ -533,7 +533,7 @@ def test_a_byte_between_two_fsyncs_starts_their_time_anew() -> None:
         for _ in range(8):
             job.wait(25.0)
             job.progress(0, written + 1, syncing=True)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_writer_that_is_not_inside_fsync_has_no_more_than_before() -> None:
@@ -554,7 +554,7 @@ def test_a_verification_that_could_not_look_discards_nothing_and_looks_again() -
     first = job.starts()
     job.kill(0)
     job.verify_blocked()
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
     assert not job.discards()
     assert not job.sent(Save)
     golden.says(job.logs())
@@ -573,7 +573,7 @@ def test_a_verification_that_looks_again_has_its_time_once_more() -> None:
     job.wait(0.25)
     assert job.starts() is not None
     job.wait(100)
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
     job.wait(21)
     assert job.sent(Save)[0].target == 1
 
@@ -583,7 +583,7 @@ def test_a_verification_that_can_never_look_ends_with_the_files_kept() -> None:
     job.saved(0, 5)
     began_s = job.now_s
     job.verify_blocked()
-    while job.core.state is State.VERIFYING:
+    while job.core.state is JobStage.VERIFYING:
         job.wait(0.25)
         if job.starts() is not None:
             job.verify_blocked()
@@ -599,7 +599,7 @@ def test_a_late_word_that_nobody_could_look_changes_nothing() -> None:
     job.verified()
     assert job.verify_blocked() == []
     assert job.verify_blocked(attempt=7) == []
-    assert job.core.state is State.PUBLISHING
+    assert job.core.state is JobStage.PUBLISHING
 
 
 def test_parts_that_were_not_gathered_yet_are_kept_too() -> None:
@@ -611,7 +611,7 @@ def test_parts_that_were_not_gathered_yet_are_kept_too() -> None:
     job.save_failed(1, 5, storage=True)
     assert job.sent(Save)[3].attempt == 2
     job.saved(3, 5, attempt=2)
-    while job.core.state is State.VERIFYING:
+    while job.core.state is JobStage.VERIFYING:
         job.wait(0.25)
         job.verify_blocked(attempt=2)
     assert job.keeps() == [(1, 5), (2, 5)]
@@ -623,7 +623,7 @@ def test_a_publication_that_failed_is_tried_again() -> None:
     job.verified()
     first = job.starts()
     job.publish_failed()
-    assert job.core.state is State.PUBLISHING
+    assert job.core.state is JobStage.PUBLISHING
     job.wait(0.25)
     assert job.starts() == first
     job.published()
@@ -633,7 +633,7 @@ def test_a_publication_that_failed_is_tried_again() -> None:
 def test_a_writer_that_was_refused_may_try_again_when_nobody_else_is_left() -> None:
     job = saving(2)
     job.save_failed(0, 5, storage=True)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     assert not job.sent(Exit)
     job.wait(0.25)
     assert job.sent(Save)[0].attempt == 2
@@ -688,7 +688,7 @@ def test_a_short_wait_for_the_newer_step_then_the_older_one() -> None:
     while 1 not in (orders := job.sent(Save)) or not orders[1].units:
         if 0 in orders:
             attempt = orders[0].attempt
-        if job.core.state is State.SAVING:
+        if job.core.state is JobStage.SAVING:
             job.save_failed(0, 6, attempt=attempt, storage=True)
         else:
             job.wait(0.25)
@@ -738,7 +738,7 @@ def test_what_is_kept_in_the_fallback_directory_is_said_to_be_there() -> None:
     attempt = job.sent(Save)[0].attempt
     job.saved(0, 5, attempt=attempt)
     while not (ended := job.sent(Exit)):
-        if job.core.state is State.VERIFYING:
+        if job.core.state is JobStage.VERIFYING:
             job.verify_blocked(attempt=attempt)
         elif writers := job.sent(Save):
             ((writer, order),) = writers.items()
@@ -893,10 +893,10 @@ def test_a_verification_that_comes_further_is_waited_for_and_one_that_hangs_is_n
     for _ in range(10):
         job.wait(100)
         job.tell(StorageProgress(1, 1))
-        assert job.core.state is State.VERIFYING
+        assert job.core.state is JobStage.VERIFYING
     job.tell(StorageProgress(1, 2))  # of another attempt: no news
     job.wait(121)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     assert job.sent(Save)[0].target == 1
 
 
@@ -908,9 +908,9 @@ def test_a_publication_that_comes_further_is_waited_for() -> None:
     for _ in range(10):
         job.wait(100)
         job.tell(StorageProgress(1, 1))
-        assert job.core.state is State.PUBLISHING
+        assert job.core.state is JobStage.PUBLISHING
     job.wait(121)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_verification_waits_for_a_periodic_checkpoint_that_was_before_it_and_comes_further() -> None:
@@ -919,9 +919,9 @@ def test_a_verification_waits_for_a_periodic_checkpoint_that_was_before_it_and_c
     for _ in range(10):
         job.wait(100)
         job.tell(StorageProgress(PERIODIC, 1))
-        assert job.core.state is State.VERIFYING
+        assert job.core.state is JobStage.VERIFYING
     job.wait(121)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_a_periodic_checkpoint_that_comes_further_takes_no_time_from_the_writers_of_this_one() -> None:

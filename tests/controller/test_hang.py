@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lastwords.controller.events import ControllerOptions, Log, Send, State
+from lastwords.controller.events import ControllerOptions, JobStage, Send
 from lastwords.controller.loop import ANSWER_S, QUIET_STEPS
+from lastwords.core_events import Log
 from lastwords.vocabulary import Exit, ExitKind, Freeze, Left, Notice, Phase, Resume, Save, Stack, Stand, Status
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
@@ -53,7 +54,7 @@ def test_the_rank_that_is_behind_is_asked_for_its_stack_and_then_named() -> None
     assert (rank, stack) == (0, False)
     golden.says(text)
     assert any(isinstance(effect, Log) and effect.text == text for effect in job.effects)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_steps_that_are_over_before_the_first_word_of_them_count() -> None:
@@ -189,7 +190,7 @@ def test_an_incident_that_is_due_while_stacks_are_waited_for_has_all_of_them() -
     stuck(job, late=(1,))
     job.wait(NOTICE_S + 2 * ANSWER_S)
     assert asked(job) == [1, 1, 0, 2]
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
 
 
 def test_by_default_a_hang_is_no_incident() -> None:
@@ -197,7 +198,7 @@ def test_by_default_a_hang_is_no_incident() -> None:
     stuck(job)
     job.wait(100_000.0)
     assert not job.sent(Freeze)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_with_a_time_out_it_is_one_and_whoever_can_be_reached_saves() -> None:

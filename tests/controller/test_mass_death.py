@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import ControllerOptions, Effect, Remember, State
+from lastwords.controller.events import ControllerOptions, Effect, JobStage, Remember
 from lastwords.vocabulary import DeathSource, Exit, ExitKind, PeerDied, Save
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
@@ -44,7 +44,7 @@ def test_of_many_deaths_at_once_what_is_kept_is_written_a_few_times() -> None:
     assert len(job.kept) == 1, "the first death freezes all others; nothing is done about the next ones yet"
     for rank in range(RANKS // 2):
         job.settle(rank, computing(6))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     assert len(job.kept) == 2
     assert {gone.rank for gone in job.kept[-1].memory.gone} == set(range(RANKS // 2, RANKS)), "before they are ordered"
 
@@ -87,7 +87,7 @@ def test_a_host_that_is_lost_with_all_its_ranks_is_one_incident(reported: bool) 
         job.settle(rank, computing(6))
     wait_s = OPTIONS.lost_confirm_s if reported else OPTIONS.silence_timeout_s
     job.wait(wait_s - 0.1)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     job.wait(OPTIONS.lost_confirm_s)
     assert {order.step for order in job.sent(Save).values()} == {6}
     assert job.core.incident == 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lastwords.controller.events import (
+    JobStage,
     Prune,
     PublishFailed,
     StartPublish,
     StartVerify,
-    State,
     VerifyBlocked,
     VerifyFailed,
     Watched,
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_verified_published_and_followed_by_the_next() -> None:
     job.published(incident=0)
     assert Prune(3, 60) in job.effects
     assert {order.step for order in job.sent(Save).values()} == {20}
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 def test_nothing_is_pruned_where_everything_is_kept() -> None:
@@ -243,7 +243,7 @@ def test_a_part_that_fails_ends_it_and_is_said_once() -> None:
             assert job.discards() == [(1, 10)]
     assert said == [30, 20]
     assert [rank for rank, _ in shown] == [0], "in the output of one rank, once"
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_an_incident_does_not_end_what_is_being_published() -> None:
     job.verified(incident=0)
     assert isinstance(job.starts(), StartPublish)
     job.published(incident=0)
-    assert job.core.state is State.SETTLING
+    assert job.core.state is JobStage.SETTLING
     assert not job.sent(Save)
 
 
@@ -583,7 +583,7 @@ def test_a_rank_in_doubt_that_does_not_return_holds_nobody(how: str) -> None:
         job.wait(301.0 if "lives" in how else 11.0)
     golden.says(job.logs())
     assert not job.sent(Save)
-    assert job.core.state is State.RELEASING
+    assert job.core.state is JobStage.RELEASING
 
 
 def leave_in_doubt(job: JobDriver, *, watched: bool) -> None:
@@ -606,7 +606,7 @@ def test_ranks_that_have_all_left_may_wait_long_for_what_is_being_written() -> N
     for written_bytes in range(1, 60):
         job.wait(20.0)
         job.progress(1, written_bytes, incident=0)
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     written(job, 10)
     job.verified(incident=0)
     job.published(incident=0)
@@ -647,7 +647,7 @@ def test_last_words_that_wait_behind_it_in_the_queue_have_their_time() -> None:
     job.wait(100.0)
     job.verified(incident=0)  # only now can the incident's files be looked at
     job.wait(100.0)
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
     job.verified()
     job.wait(100.0)
     job.published(incident=0)

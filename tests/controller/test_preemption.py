@@ -9,7 +9,7 @@ import pytest
 
 from lastwords.controller import context
 from lastwords.controller.context import saving_s
-from lastwords.controller.events import ControllerOptions, StartPublish, StartVerify, State
+from lastwords.controller.events import ControllerOptions, JobStage, StartPublish, StartVerify
 from lastwords.vocabulary import Exit, ExitKind, Phase, Proceed, Save, Signalled, Stand
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
@@ -94,7 +94,7 @@ def test_files_that_hang_are_given_up_early_only_for_the_fallback_directory(fall
     job = settled(signalled(options), 0, 1, 2)
     job.saved(0, 5)
     job.wait(wait_s - 0.01)
-    assert job.core.state is State.VERIFYING
+    assert job.core.state is JobStage.VERIFYING
     job.wait(0.02)
     assert bool(job.sent(Save)) is fallback
     assert bool(job.sent(Exit)) is not fallback
@@ -131,22 +131,22 @@ def test_deadlines_that_run_already_are_cut_too() -> None:
     assert job.sent(Save)[1].attempt == 2
 
 
-def stuck_at(state: State) -> JobDriver:
+def stuck_at(state: JobStage) -> JobDriver:
     job = signalled(ranks=2)
-    if state is State.SETTLING:
+    if state is JobStage.SETTLING:
         return job
     settled(job, 0, 1)
-    if state is not State.SAVING:
+    if state is not JobStage.SAVING:
         job.saved(0, 5)
         assert isinstance(job.starts(), StartVerify)
-    if state is State.PUBLISHING:
+    if state is JobStage.PUBLISHING:
         job.verified()
         assert isinstance(job.starts(), StartPublish)
     return job
 
 
-@pytest.mark.parametrize("state", [State.SAVING, State.VERIFYING, State.PUBLISHING], ids=str)
-def test_before_the_end_everybody_is_told_what_could_not_be_published(state: State) -> None:
+@pytest.mark.parametrize("state", [JobStage.SAVING, JobStage.VERIFYING, JobStage.PUBLISHING], ids=str)
+def test_before_the_end_everybody_is_told_what_could_not_be_published(state: JobStage) -> None:
     job = stuck_at(state)
     for written in itertools.count(1):
         if job.now_s + 1.0 >= 50.0 + saving_s(OPTIONS):
@@ -155,7 +155,7 @@ def test_before_the_end_everybody_is_told_what_could_not_be_published(state: Sta
         job.progress(0, written)
     order = ends(job)
     assert order.kind is ExitKind.NOT_SAVED
-    assert job.core.state is State.EXITING
+    assert job.core.state is JobStage.EXITING
     golden.says(order.reason)
 
 
@@ -205,7 +205,7 @@ def test_a_rank_that_has_to_proceed_is_waited_for_as_long_as_otherwise() -> None
 
 
 def test_where_no_rank_ever_stops_it_is_said_at_the_end() -> None:
-    job = stuck_at(State.SETTLING)
+    job = stuck_at(JobStage.SETTLING)
     golden.says(ends(job).reason)
 
 
@@ -214,7 +214,7 @@ def test_the_control_without_a_grace_period_a_slow_save_takes_the_time_that_it_t
     for written in range(100):
         job.wait(29.0)
         job.progress(0, written)
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
 
 
 def test_later_signals_move_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lastwords.controller.server import Roster
+from lastwords.controller.server import SessionRoster
 from lastwords.vocabulary import Goodbye, Hello, Phase, ProcessId, Stand, Status
 
 
@@ -27,7 +27,7 @@ def hello(rank: int, step: int = 0) -> Hello:
 
 
 def test_a_session_may_carry_several_ranks_and_loses_all_of_them() -> None:
-    roster, both = Roster(4), session()
+    roster, both = SessionRoster(4), session()
     roster.bind(both, hello(2), 1.0)
     roster.bind(both, hello(1), 1.0)
     assert roster.session_of(1) is roster.session_of(2) is both
@@ -37,7 +37,7 @@ def test_a_session_may_carry_several_ranks_and_loses_all_of_them() -> None:
 
 
 def test_a_newer_session_takes_a_rank_over_and_the_old_one_is_ended_when_it_is_empty() -> None:
-    roster, old, new = Roster(4), session(), session()
+    roster, old, new = SessionRoster(4), session(), session()
     roster.bind(old, hello(1), 1.0)
     roster.bind(old, hello(2), 1.0)
     roster.bind(new, hello(1), 2.0)
@@ -49,7 +49,7 @@ def test_a_newer_session_takes_a_rank_over_and_the_old_one_is_ended_when_it_is_e
 
 
 def test_a_hello_that_is_repeated_in_the_same_session_changes_nothing() -> None:
-    roster, one = Roster(4), session()
+    roster, one = SessionRoster(4), session()
     roster.bind(one, hello(1), 1.0)
     roster.bind(one, hello(1), 2.0)
     assert not one.cancelled
@@ -57,7 +57,7 @@ def test_a_hello_that_is_repeated_in_the_same_session_changes_nothing() -> None:
 
 
 def test_the_dead_are_not_counted_as_living_even_while_their_socket_is_open() -> None:
-    roster, one = Roster(4), session()
+    roster, one = SessionRoster(4), session()
     roster.bind(one, hello(1), 1.0)
     roster.bind(one, hello(2), 1.0)
     roster.bury(2)
@@ -67,7 +67,7 @@ def test_the_dead_are_not_counted_as_living_even_while_their_socket_is_open() ->
 
 
 def test_people_see_the_newest_stand_and_how_long_ago_it_came() -> None:
-    roster, one = Roster(3), session()
+    roster, one = SessionRoster(3), session()
     roster.bind(one, hello(1), 1.0)
     roster.hear(Status(1, 1, Stand(Phase.READY, 8)), 3.0)
     roster.hear(Goodbye(1, 1), 4.0)
@@ -77,13 +77,13 @@ def test_people_see_the_newest_stand_and_how_long_ago_it_came() -> None:
 
 
 def test_a_death_is_news_once_and_only_of_a_rank_that_ever_came() -> None:
-    roster, one = Roster(4), session()
+    roster, one = SessionRoster(4), session()
     roster.bind(one, hello(1), 1.0)
     assert [roster.bury(1), roster.bury(1), roster.bury(2)] == [True, False, False]
 
 
 def test_the_dead_stay_dead_whatever_still_arrives_from_them() -> None:
-    roster, one = Roster(2), session()
+    roster, one = SessionRoster(2), session()
     roster.bind(one, hello(1), 1.0)
     roster.bury(1)
     roster.bind(session(), hello(1), 2.0)
@@ -96,7 +96,7 @@ def test_the_dead_stay_dead_whatever_still_arrives_from_them() -> None:
 
 
 def test_a_rank_is_the_only_holder_of_a_unit_once_no_other_living_rank_holds_it() -> None:
-    roster, one = Roster(4), session()
+    roster, one = SessionRoster(4), session()
     for rank, units in enumerate((("a", "b"), ("a",), ("b",))):
         roster.bind(one, replace(hello(rank), units=units), 1.0)
     assert not any(view.sole_holder for view in roster.views(2.0))

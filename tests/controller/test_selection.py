@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from lastwords.controller.selection import Decision, NoDecision, NoDecisionKind, Part, RankView, select
+from lastwords.controller.selection import Decision, NoDecision, NoDecisionKind, RankView, WrittenPart, select
 from lastwords.vocabulary import Phase, Stand
 from tests import golden
 
@@ -261,8 +261,8 @@ def test_a_unit_writer_also_writes_the_local_state_of_its_host() -> None:
 # --------------------------------------------------------------------------- parts that are there already
 
 
-def part(rank: int, step: int = 7, units: tuple[str, ...] = ("u",), local_ranks: tuple[int, ...] = ()) -> Part:
-    return Part(rank, 1, step, 0, units, local_ranks)
+def part(rank: int, step: int = 7, units: tuple[str, ...] = ("u",), local_ranks: tuple[int, ...] = ()) -> WrittenPart:
+    return WrittenPart(rank, 1, step, 0, units, local_ranks)
 
 
 def test_a_finished_part_outlives_its_writer_and_sets_the_step() -> None:
@@ -288,7 +288,7 @@ def test_a_finished_part_of_a_step_below_the_survivors_does_not_count() -> None:
 
 def test_of_two_finished_parts_of_one_rank_the_newest_counts() -> None:
     """It has one file in a checkpoint."""
-    parts = [Part(0, 2, 7, 0, ("A",), ()), Part(0, 1, 7, 0, ("B",), (0,))]
+    parts = [WrittenPart(0, 2, 7, 0, ("A",), ()), WrittenPart(0, 1, 7, 0, ("B",), (0,))]
     decision = choose([None, computing(7)], ["A+B", "A+B"], parts=parts)
     assert decision.kept == (parts[0],)
     assert decision.writers[1].units == ("B",)

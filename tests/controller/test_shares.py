@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 
 from lastwords.controller import selection
-from lastwords.controller.events import StartPublish, StartVerify, State, VerifyFailed
+from lastwords.controller.events import JobStage, StartPublish, StartVerify, VerifyFailed
 from lastwords.controller.membership import Member
 from lastwords.controller.periodic import shares
-from lastwords.controller.selection import Decision, NoDecision, Part, RankView, select
+from lastwords.controller.selection import Decision, NoDecision, RankView, WrittenPart, select
 from lastwords.vocabulary import SHARES_MAX, Phase, ProcessId, Save, Share, Stand
 from tests import golden
 from tests.controller.job_driver import JobDriver, computing
@@ -39,7 +39,9 @@ def views(
     }
 
 
-def choose(stands: Sequence[Stand | None], parts: Sequence[Part] = (), units: Sequence[str] = ("u",) * 12) -> Decision:
+def choose(
+    stands: Sequence[Stand | None], parts: Sequence[WrittenPart] = (), units: Sequence[str] = ("u",) * 12
+) -> Decision:
     answer = select(views(stands, units[: len(stands)]), {one for held in units[: len(stands)] for one in held}, parts)
     assert isinstance(answer, Decision), answer
     return answer
@@ -49,8 +51,8 @@ def units_of(answer: Decision) -> dict[int, tuple[str, ...]]:
     return {rank: work.units for rank, work in answer.writers.items() if work.units}
 
 
-def part(rank: int, *units: str, attempt: int = 1, step: int = N) -> Part:
-    return Part(rank, attempt, step, 0, units, ())
+def part(rank: int, *units: str, attempt: int = 1, step: int = N) -> WrittenPart:
+    return WrittenPart(rank, attempt, step, 0, units, ())
 
 
 # --------------------------------------------------------------------------- who writes
@@ -127,7 +129,7 @@ def test_without_a_holder_at_the_end_of_the_step_it_is_written_whole() -> None:
     assert units_of(answer) == {1: ("u",)}
 
 
-def random_choice(seed: int) -> tuple[dict[int, RankView], list[Part], Decision | NoDecision]:
+def random_choice(seed: int) -> tuple[dict[int, RankView], list[WrittenPart], Decision | NoDecision]:
     dice = random.Random(seed)
     ranks = dice.randint(1, 6)
     units = [dice.choice(["u", "v", "uv"]) for _ in range(ranks)]
@@ -141,7 +143,7 @@ def random_choice(seed: int) -> tuple[dict[int, RankView], list[Part], Decision 
     return known, parts, select(known, {unit for held in units for unit in held}, parts)
 
 
-def complaints(known: dict[int, RankView], parts: list[Part], answer: Decision | NoDecision) -> list[str]:
+def complaints(known: dict[int, RankView], parts: list[WrittenPart], answer: Decision | NoDecision) -> list[str]:
     if not isinstance(answer, Decision) or answer.proceed:
         return []
     found = []
@@ -167,16 +169,16 @@ def test_whatever_is_kept_and_written_is_every_unit_once() -> None:
         assert complaints(*random_choice(seed)) == [], f"seed {seed}"
 
 
-def _kept_whatever_the_cut(parts: Sequence[Part], place: selection._Place) -> list[Part]:
+def _kept_whatever_the_cut(parts: Sequence[WrittenPart], place: selection._SavePlace) -> list[WrittenPart]:
     newest = {part.rank: part for part in reversed(parts) if (part.step, part.target) == (place.step, place.target)}
-    kept: list[Part] = []
+    kept: list[WrittenPart] = []
     for one in newest.values():
         if not any(set(one.units) & set(other.units) for other in kept):
             kept.append(one)
     return kept
 
 
-def _kept_of_any_step(parts: Sequence[Part], place: selection._Place) -> list[Part]:
+def _kept_of_any_step(parts: Sequence[WrittenPart], place: selection._SavePlace) -> list[WrittenPart]:
     return shipped_kept([replace(one, step=place.step) for one in parts], place)
 
 
@@ -259,7 +261,7 @@ def test_a_share_that_is_bad_is_written_by_another_rank() -> None:
     for rank in range(3):
         job.saved(rank, 5)
     job.tell(VerifyFailed(1, 1, ((1, "it is damaged"),)))
-    assert job.core.state is State.SAVING
+    assert job.core.state is JobStage.SAVING
     [(rank, order)] = job.sent(Save).items()
     assert (rank, order.units) == (0, ("u/0of3", "u/1of3"))
 

@@ -15,8 +15,8 @@ import pytest
 
 from lastwords.controller import events, handover
 from lastwords.controller.events import Discard, Outcome, OutcomeKind, PartPlan, Remember, StartPublish
-from lastwords.controller.handover import ControllerSpec, Owner, StateFile
-from lastwords.controller.membership import Gone, LoopShape, Memory, Registered
+from lastwords.controller.handover import ControllerSpec, StateFile, StateOwner
+from lastwords.controller.membership import GoneRank, JobMemory, LoopShape, Registered
 from lastwords.errors import ConfigError, FormatError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.vocabulary import DeathSource, Phase, ProcessId, Schedule, Stand
@@ -24,8 +24,8 @@ from tests import golden
 from tests.killed import at_each_call
 
 PARTS = (PartPlan(0, 3, ("replicated",), (0, 1)),)
-MEMORY = Memory(
-    gone=(Gone(1, DeathSource.ROBUST_MUTEX, Stand(Phase.DONE, 8)), Gone(2, DeathSource.STREAM, None)),
+MEMORY = JobMemory(
+    gone=(GoneRank(1, DeathSource.ROBUST_MUTEX, Stand(Phase.DONE, 8)), GoneRank(2, DeathSource.STREAM, None)),
     base_step=4,
     loop=LoopShape(10, 2, 4, Schedule(steps=5, keep_max=3)),
     incident=2,
@@ -39,7 +39,7 @@ MEMORY = Memory(
     outcome=Outcome(OutcomeKind.SAVED, 8, "/c/step_8", "rank 1 died", (1,)),
 )
 REMEMBERED = Remember(tuple(Registered(ProcessId("host", 100 + r, 7, "n"), ("u", f"u{r}")) for r in range(3)), MEMORY)
-OWNER = Owner(4242, 17, (1.5, 9.25))
+OWNER = StateOwner(4242, 17, (1.5, 9.25))
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_what_was_written_is_read(path: Path, tmp_path: Path) -> None:
 
 def test_the_newest_counts(path: Path, tmp_path: Path) -> None:
     file = written(path, tmp_path)
-    file.write(Remember(REMEMBERED.members, Memory(incident=9)))
-    assert handover.read(path).remembered == Remember(REMEMBERED.members, Memory(incident=9))
-    file.write(Remember((), Memory()))
-    assert handover.read(path).remembered == Remember((), Memory())
+    file.write(Remember(REMEMBERED.members, JobMemory(incident=9)))
+    assert handover.read(path).remembered == Remember(REMEMBERED.members, JobMemory(incident=9))
+    file.write(Remember((), JobMemory()))
+    assert handover.read(path).remembered == Remember((), JobMemory())
 
 
 def test_what_cannot_be_written_leaves_nothing_older(
@@ -91,11 +91,11 @@ def test_what_cannot_be_written_leaves_nothing_older(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        file.write(Remember((), Memory(incident=1)))
-        file.write(Remember((), Memory(incident=2)))
+        file.write(Remember((), JobMemory(incident=1)))
+        file.write(Remember((), JobMemory(incident=2)))
         assert sorted(os.listdir(path.parent)) == []
     assert len(caplog.records) == 1
-    file.write(Remember((), Memory(incident=3)))
+    file.write(Remember((), JobMemory(incident=3)))
     assert handover.read(path).memory.incident == 3
 
 

@@ -189,7 +189,7 @@ def test_a_verification_that_could_not_look_says_so_and_works_the_next_time(
 
 def test_what_is_kept_survives_the_next_start_of_the_job(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+    answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
     answers.settle()
     kept = answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1"
     assert str(kept) in caplog.text
@@ -201,8 +201,8 @@ def test_what_is_kept_survives_the_next_start_of_the_job(answers: Answers, caplo
 def test_what_is_not_finished_is_not_kept(answers: Answers) -> None:
     (answers.tmp_dir(1) / "rank_0").mkdir(parents=True)
     (answers.tmp_dir(1) / "rank_0" / "ttp_rank_0-1_7.ckpt").write_bytes(b"half of it")
-    answers.jobs.keep(events.Keep(1, 1, STEP, 0))
-    answers.jobs.keep(events.Keep(1, 2, STEP, 0))
+    answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
+    answers.jobs.keep(events.KeepParts(1, 2, STEP, 0))
     answers.settle()
     assert not list(answers.root.glob("unpublished-*"))
     assert not answers.tmp_dir(1).exists()
@@ -222,7 +222,7 @@ def test_a_directory_that_cannot_be_renamed_at_once_is_kept_all_the_same(
     monkeypatch.setattr(storage, "KEEP_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(system.Os, "rename", fail)
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+    answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
     answers.settle()
     assert (answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1").exists()
 
@@ -266,7 +266,7 @@ def test_what_could_not_be_removed_is_tried_once_more_at_the_end(
         if order == "discard":
             answers.jobs.discard(events.Discard(1, 1, STEP, 0))
         else:
-            answers.jobs.keep(events.Keep(1, 1, STEP, 0))
+            answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
         answers.settle()
         assert answers.tmp_dir(1).exists()
     answers.jobs.release()

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from lastwords.controller.events import ControllerOptions, Log, State
+from lastwords.controller.events import ControllerOptions, JobStage
 from lastwords.controller.loop import LOOKS, NEW_STEPS, SLOWER, SLOWER_S
+from lastwords.core_events import Log
 from lastwords.vocabulary import Left, Notice, Phase, Stand, Status
 from tests import golden
 from tests.controller.job_driver import GENERATION, JobDriver, computing
@@ -58,7 +59,7 @@ def test_a_slow_rank_is_named_once_with_its_host_and_by_how_much(slow: int) -> N
     assert list(job.core.slower) == [slow]
     assert job.core.slower[slow] == pytest.approx(0.041 / 0.011 - 1)
     assert job.train(*works_s, looks=20) == [], "once"
-    assert job.core.state is State.WATCHING, "nothing is done about it"
+    assert job.core.state is JobStage.WATCHING, "nothing is done about it"
 
 
 def test_ranks_that_are_all_alike_are_never_named() -> None:
@@ -206,7 +207,7 @@ def test_a_false_alarm_in_between_does_no_harm() -> None:
         job.settle(rank, computing(job.step))
     job.hello(3, stand=computing(job.step))
     job.settle(3, computing(job.step))
-    assert job.core.state is State.WATCHING
+    assert job.core.state is JobStage.WATCHING
     job.train(0.1, 0.1, 0.9, 0.1, looks=LOOKS)
     assert list(job.core.slower) == [2]
 

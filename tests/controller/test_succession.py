@@ -10,17 +10,17 @@ from lastwords.controller.events import (
     Died,
     Discard,
     FromRank,
-    Keep,
+    JobStage,
+    KeepParts,
     OutcomeKind,
     Published,
     PublishFailed,
     Remember,
     StartPublish,
-    State,
-    Tick,
     Watched,
 )
 from lastwords.controller.loop import QUIET_STEPS
+from lastwords.core_events import Tick
 from lastwords.vocabulary import (
     DeathSource,
     Exit,
@@ -83,7 +83,7 @@ def saving(line: Line) -> None:
     line.kill(2)
     for rank in (0, 1):
         line.settle(rank, computing(6))
-    assert line.core.state is State.SAVING
+    assert line.core.state is JobStage.SAVING
 
 
 def test_who_serves_stands_in_what_is_kept_before_anybody_hears_of_it() -> None:
@@ -97,7 +97,7 @@ def test_a_job_that_trains_goes_on_and_is_saved_when_a_rank_dies() -> None:
     line = training(start_step=4)
     line.follow()
     line.come_back(0, 1, 2)
-    assert line.core.state is State.WATCHING
+    assert line.core.state is JobStage.WATCHING
     assert line.sent(Welcome).keys() == {2}
     line.kill(2)
     assert line.sent(Freeze).keys() == {0, 1}
@@ -133,7 +133,7 @@ def test_a_rank_that_does_not_come_back_is_in_doubt_and_then_dead() -> None:
     line.follow()
     line.come_back(0, 1)
     line.wait(OPTIONS.lost_confirm_s - 0.1)
-    assert line.core.state is State.WATCHING
+    assert line.core.state is JobStage.WATCHING
     line.wait(0.2)
     assert line.sent(Freeze).keys() == {0, 1}
     line.settle(0, computing(6))
@@ -147,11 +147,11 @@ def test_a_rank_that_comes_back_late_stops_nobody_for_long() -> None:
     line.follow()
     line.come_back(0, 1)
     line.wait(3.0)
-    assert line.core.state is State.SETTLING
+    assert line.core.state is JobStage.SETTLING
     line.settle(0, computing(6))
     line.settle(1, computing(6))
     line.come_back(2)
-    assert line.core.state is State.WATCHING
+    assert line.core.state is JobStage.WATCHING
     assert line.sent(Resume).keys() == {0, 1, 2}
 
 
@@ -171,7 +171,7 @@ def test_a_false_alarm_that_is_over_stays_over() -> None:
 def test_doubts_of_the_one_before_are_forgotten_and_come_again() -> None:
     line = training()
     line.close(2)
-    assert line.core.state is State.SETTLING
+    assert line.core.state is JobStage.SETTLING
     line.follow()
     line.come_back(0, 1, stand=computing(6))
     assert line.sent(Resume)[1].incident == 1
@@ -189,12 +189,12 @@ def test_an_incident_that_cannot_be_a_false_alarm_begins_anew() -> None:
     assert line.sent(Freeze)[1].reason == "rank 2 died (killed or crashed)"
     line.settle(0, computing(6), incident=1)
     line.settle(1, computing(6), incident=1)
-    assert line.core.state is State.SETTLING, "answers to the older incident do not count"
+    assert line.core.state is JobStage.SETTLING, "answers to the older incident do not count"
     line.settle(0, computing(6), incident=2)
     line.settle(1, computing(6), incident=2)
     assert line.sent(Save)[0].incident == 2
     line.saved(0, 6, incident=1)
-    assert line.core.state is State.SAVING
+    assert line.core.state is JobStage.SAVING
     line.saved(0, 6, incident=2)
     line.verified(incident=2)
     line.published(incident=2)
@@ -209,7 +209,7 @@ def test_what_the_older_one_has_written_is_kept_where_nothing_is_saved() -> None
     line.follow()
     for rank in range(2):
         line.kill(rank)
-    assert Keep(1, 1, 6, 0) in line.effects
+    assert KeepParts(1, 1, 6, 0) in line.effects
 
 
 def publishing(line: Line) -> StartPublish:
@@ -258,7 +258,7 @@ def test_a_verdict_is_told_to_those_who_have_not_heard_it() -> None:
     publishing(line)
     line.published()
     line.follow()
-    assert line.core.state is State.EXITING
+    assert line.core.state is JobStage.EXITING
     line.come_back(1)
     assert line.sent(Exit)[1].path == "/c/step"
     assert line.sent(Exit)[1].cause_ranks == (2,)
@@ -272,7 +272,7 @@ def test_ranks_that_have_left_are_released() -> None:
     line = training(ranks=2)
     for rank in range(2):
         line.hear(Left(rank, GENERATION, Stand(Phase.DONE, 20)))
-    assert line.core.state is State.RELEASING
+    assert line.core.state is JobStage.RELEASING
     line.follow()
     line.come_back(1, stand=Stand(Phase.DONE, 20))
     assert line.sent(Release).keys() == {1}
@@ -283,7 +283,7 @@ def test_who_had_left_and_died_is_not_waited_for() -> None:
     line.at(20)
     line.hear(Left(0, GENERATION, Stand(Phase.DONE, 20)))
     line.kill(0)
-    assert line.core.state is State.WATCHING
+    assert line.core.state is JobStage.WATCHING
     line.follow()
     line.come_back(1, stand=computing(20))
     line.hear(Left(1, GENERATION, Stand(Phase.DONE, 20)))
@@ -302,7 +302,7 @@ def test_before_all_are_registered_it_begins_from_the_beginning() -> None:
     line = Line(2, options=OPTIONS, registered=False)
     line.hello(0)
     line.follow()
-    assert line.core.state is State.REGISTERING
+    assert line.core.state is JobStage.REGISTERING
     line.hello(0)
     line.hello(1)
     assert line.sent(Welcome).keys() == {0, 1}
@@ -367,9 +367,9 @@ def test_checkpoints_go_on_after_a_rank_that_was_late_has_come_back() -> None:
     line.follow()
     line.come_back(0, 1)
     line.wait(OPTIONS.lost_confirm_s + 0.1)
-    assert line.core.state is State.SETTLING
+    assert line.core.state is JobStage.SETTLING
     line.come_back(2)
-    assert line.core.state is State.WATCHING
+    assert line.core.state is JobStage.WATCHING
     assert {order.step for order in line.sent(Save).values()} == {7}
 
 
@@ -410,7 +410,7 @@ def test_a_process_that_has_ended_without_dying_is_silent() -> None:
         line.tell(Watched(rank))
     line.come_back(0, 1)
     line.wait(OPTIONS.lost_confirm_s + 0.1)
-    assert line.core.state is State.SETTLING
+    assert line.core.state is JobStage.SETTLING
     line.tell(Watched(2, ended=True))
     line.settle(0, computing(6))
     line.settle(1, computing(6))

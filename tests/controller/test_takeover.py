@@ -16,8 +16,8 @@ import pytest
 from lastwords import clock
 from lastwords.controller import handover, takeover
 from lastwords.controller.events import Remember
-from lastwords.controller.handover import ControllerSpec, Owner, StateFile
-from lastwords.controller.membership import Memory
+from lastwords.controller.handover import ControllerSpec, StateFile, StateOwner
+from lastwords.controller.membership import JobMemory
 from lastwords.errors import BusyError, ConfigError, UnavailableError
 from lastwords.liveness import paths, process_id
 from tests import golden
@@ -41,10 +41,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield place
 
 
-def keep(path: Path, owner: Owner) -> None:
+def keep(path: Path, owner: StateOwner) -> None:
     """The state of a controller."""
     spec = ControllerSpec("127.0.0.1", 30051, "takeover", 1, 2, path.parent)
-    StateFile(path, owner, spec, "t0ken").write(Remember((), Memory(incident=3)))
+    StateFile(path, owner, spec, "t0ken").write(Remember((), JobMemory(incident=3)))
 
 
 @pytest.fixture
@@ -54,12 +54,12 @@ def holder(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        keep(path, Owner(process.pid, process_id.start_ticks(process.pid) or 0, (0.0,)))
+        keep(path, StateOwner(process.pid, process_id.start_ticks(process.pid) or 0, (0.0,)))
         yield process
         process.kill()
 
 
-DEAD = Owner(2**22 + 1, 5)
+DEAD = StateOwner(2**22 + 1, 5)
 
 
 def test_of_a_dead_controller_the_state_is_taken(path: Path) -> None:
@@ -107,7 +107,7 @@ def test_one_that_does_not_answer_is_ended_first(
 def test_one_that_has_just_begun_is_waited_for(
     path: Path, holder: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep(path, Owner(holder.pid, process_id.start_ticks(holder.pid) or 0, (clock.mono_s(),)))
+    keep(path, StateOwner(holder.pid, process_id.start_ticks(holder.pid) or 0, (clock.mono_s(),)))
     answers = [UnavailableError("not yet"), SimpleNamespace(pid=holder.pid, stage="watching")]
 
     def soon(*_: object, **__: object) -> object:
@@ -124,16 +124,16 @@ def test_one_that_has_just_begun_is_waited_for(
 
 def test_one_that_dies_again_and_again_is_not_started_for_ever(path: Path) -> None:
     now_s = clock.mono_s()
-    keep(path, Owner(DEAD.pid, 5, (now_s - 40.0, now_s - 20.0, now_s - 10.0)))
+    keep(path, StateOwner(DEAD.pid, 5, (now_s - 40.0, now_s - 20.0, now_s - 10.0)))
     assert takeover.follow(path).owner.pid == DEAD.pid
-    keep(path, Owner(DEAD.pid, 5, (now_s - 20.0, now_s - 10.0, now_s - 1.0)))
+    keep(path, StateOwner(DEAD.pid, 5, (now_s - 20.0, now_s - 10.0, now_s - 1.0)))
     with golden.raises(ConfigError):
         takeover.follow(path)
 
 
 def test_by_hand_it_is_started_once_more(path: Path) -> None:
     now_s = clock.mono_s()
-    keep(path, Owner(DEAD.pid, 5, (now_s, now_s, now_s)))
+    keep(path, StateOwner(DEAD.pid, 5, (now_s, now_s, now_s)))
     assert takeover.follow(path, by_hand=True).owner.pid == DEAD.pid
 
 

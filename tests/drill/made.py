@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lastwords.drill.phases import Begin, Life, Step
+from lastwords.drill.phases import Begin, RankLife, Step
 
 Leaves = dict[str, dict[str, str]]
 PASSES = {"forward": 1, "backward": 5, "update": 1}
@@ -36,7 +36,7 @@ def life(
     changed: Mapping[int, Leaves] | None = None,
     dies: str = "",
     unsaved: Iterable[str] = (),
-) -> Life:
+) -> RankLife:
     """Steps from `first` to `last`, five in an epoch. passes, changed: of some steps, instead of the usual."""
     steps = {
         number: Step(
@@ -49,4 +49,4 @@ def life(
         )
         for number in range(first, last + 1)
     }
-    return Life(begins or begin(first - 1), steps, dies)
+    return RankLife(begins or begin(first - 1), steps, dies)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lastwords.drill.compare import BITWISE, DIFFERS, FAILED, TOLD, first_difference, judge, judge_fewer, unsteady
-from lastwords.drill.phases import FEWER, Drill, Life
+from lastwords.drill.phases import FEWER, Drill, RankLife
 from lastwords.optim_wrapper.launch.drill_plan import STATE, Death
 from tests.drill.made import begin, leaves, life
 
@@ -18,13 +18,13 @@ LAST = 8
 
 def killed(
     *, after: int = 4, changed: dict[int, dict[str, dict[str, str]]] | None = None, **begins: object
-) -> dict[int, list[Life]]:
+) -> dict[int, list[RankLife]]:
     """Both ranks die in step 5 and go on after step 4. changed, begins: of rank 1's second life."""
     second = life(after + 1, LAST, begins=begin(after, **begins), changed=changed)  # type: ignore[arg-type]
     return {0: [life(1, 4), life(after + 1, LAST)], 1: [life(1, 4, dies="forward"), second]}
 
 
-def reference() -> dict[int, Life]:
+def reference() -> dict[int, RankLife]:
     return {0: life(), 1: life()}
 
 
@@ -81,7 +81,7 @@ def test_what_was_restored_otherwise_counts_unless_it_is_of_the_next_steps_begin
 
 
 def test_a_variable_that_the_loop_had_changed_and_that_is_not_back_is_suspected() -> None:
-    def with_scale(of: dict[int, Life]) -> dict[int, Life]:
+    def with_scale(of: dict[int, RankLife]) -> dict[int, RankLife]:
         for one in of.values():
             one.begin.leaves["variable"] = {"scale": "1.0", "path": "a"}
             for number, step in one.steps.items():
@@ -111,7 +111,7 @@ def test_a_run_that_differs_before_the_kill_proves_nothing() -> None:
     ],
     ids=["nothing", "never killed", "never again", "ended early", "at two steps"],
 )
-def test_a_run_that_did_not_go_as_planned_is_no_success(lives: dict[int, list[Life]]) -> None:
+def test_a_run_that_did_not_go_as_planned_is_no_success(lives: dict[int, list[RankLife]]) -> None:
     verdict = judge(DRILL, reference(), lives, frozenset(), LAST)
     assert verdict.kind == FAILED
     assert verdict.problem
@@ -143,7 +143,7 @@ def test_what_differs_from_run_to_run_and_is_no_state_is_set_aside() -> None:
 
 def test_on_fewer_ranks_the_state_at_the_resume_is_compared_where_all_hold_it() -> None:
     drill = Drill(FEWER, Death((1,), 5, "forward", 1))
-    fewer = {0: [Life(begin(4, ["other ranks"]))]}
+    fewer = {0: [RankLife(begin(4, ["other ranks"]))]}
     assert judge_fewer(drill, reference(), fewer, 4).kind == BITWISE
     fewer[0][0].begin.leaves["parameter"]["w"] = "x"
     assert judge_fewer(drill, reference(), fewer, 4).kind == DIFFERS
@@ -156,7 +156,7 @@ def test_on_fewer_ranks_the_state_at_the_resume_is_compared_where_all_hold_it() 
 CACHE = "model.0.last"
 
 
-def with_cache(of: Life, **values: str) -> Life:
+def with_cache(of: RankLife, **values: str) -> RankLife:
     """What is in the cache when the loop begins, or another attribute; after each step it is made anew."""
     of.begin.leaves["attribute"] = {CACHE: "None", **values}
     for number, step in of.steps.items():
@@ -164,7 +164,7 @@ def with_cache(of: Life, **values: str) -> Life:
     return of
 
 
-def cached(why: str = f"ranks 0-1: the attribute {CACHE} changes, and is not saved") -> tuple[dict[int, Life], Any]:
+def cached(why: str = f"ranks 0-1: the attribute {CACHE} changes, and is not saved") -> tuple[dict[int, RankLife], Any]:
     """The undisturbed run, and the lives of one that was killed and went on after step 4 without the cache."""
     lives = {rank: [life(1, 4, dies="forward"), life(5, LAST, begins=begin(4, [why]))] for rank in (0, 1)}
     for every in lives.values():
@@ -172,7 +172,7 @@ def cached(why: str = f"ranks 0-1: the attribute {CACHE} changes, and is not sav
     return {rank: with_cache(life(unsaved=[CACHE])) for rank in (0, 1)}, lives
 
 
-def dead_of(usual: dict[int, Life], lives: Any, unsteady: Any = frozenset()) -> tuple[str, ...]:
+def dead_of(usual: dict[int, RankLife], lives: Any, unsteady: Any = frozenset()) -> tuple[str, ...]:
     return judge(DRILL, usual, lives, unsteady, LAST).dead
 
 
@@ -180,24 +180,24 @@ def test_state_that_was_not_back_and_is_missed_by_nothing_is_dead() -> None:
     assert dead_of(*cached()) == (CACHE,)
 
 
-def back(usual: dict[int, Life], lives: Any) -> None:
+def back(usual: dict[int, RankLife], lives: Any) -> None:
     lives[1][1].begin.leaves["attribute"][CACHE] = "last of 4"
 
 
-def read_by_a_weight(usual: dict[int, Life], lives: Any) -> None:
+def read_by_a_weight(usual: dict[int, RankLife], lives: Any) -> None:
     lives[1][1].steps[7].leaves["parameter"]["w"] = "x"
 
 
-def read_by_another_attribute(usual: dict[int, Life], lives: Any) -> None:
+def read_by_another_attribute(usual: dict[int, RankLife], lives: Any) -> None:
     lives[1][1].steps[LAST].leaves["attribute"]["model.0.total"] = "x"
 
 
-def a_history(usual: dict[int, Life], lives: Any) -> None:
+def a_history(usual: dict[int, RankLife], lives: Any) -> None:
     for step in lives[0][1].steps.values():
         step.leaves["attribute"][CACHE] = f"last of 5 to {step.step}"
 
 
-def told_later(usual: dict[int, Life], lives: Any) -> None:
+def told_later(usual: dict[int, RankLife], lives: Any) -> None:
     for rank in usual:
         for number in range(1, 5):
             usual[rank].steps[number].unsaved.clear()

@@ -35,7 +35,7 @@ def take_out(name: str) -> None:
     elif name == "beside":
         state_view.with_those_beside = lambda model, *_: model
     elif name == "rank 0's order":
-        ddp_order.Board.exchange = lambda *_: None  # type: ignore[method-assign]
+        ddp_order.OrderBoard.exchange = lambda *_: None  # type: ignore[method-assign]
         ddp_order.GradientOrder._unconfirmed = lambda *_: ""  # type: ignore[method-assign]
     elif name == "hooks":
         ddp_order.hidden_states = lambda *_: []

@@ -26,6 +26,7 @@ from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
+from lastwords.core_events import Tick
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.processor import events as processor_events
@@ -178,7 +179,7 @@ class Puppet:
     def _run_pulse(self) -> None:
         sent = None
         while not self._ended.wait(0.02):
-            self._feed(processor_events.Tick())
+            self._feed(Tick())
             stand = self.core.stand
             if stand != sent:
                 sent = stand

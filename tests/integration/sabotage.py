@@ -85,14 +85,14 @@ def copy_beside(faults: Faults) -> None:
     from lastwords.processor import whole_copies
 
     whole_copies.BESIDE_BYTES_MIN = 0
-    put = whole_copies._File.put
+    put = whole_copies._CopyFile.put
 
-    def watched_put(self: whole_copies._File, *what: Any) -> None:
+    def watched_put(self: whole_copies._CopyFile, *what: Any) -> None:
         if threading.current_thread().name == "lastwords-copy":
             faults.at_step("copying", self._said[0])
         put(self, *what)
 
-    whole_copies._File.put = watched_put  # type: ignore[method-assign]
+    whole_copies._CopyFile.put = watched_put  # type: ignore[method-assign]
 
 
 def _another_host(_: str) -> None:

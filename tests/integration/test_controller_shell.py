@@ -27,7 +27,7 @@ from lastwords.checkpoint.load import verify as verify_checkpoint
 from lastwords.cli.main import main as cli
 from lastwords.controller import events, handover
 from lastwords.controller.__main__ import _pipe
-from lastwords.controller.events import State
+from lastwords.controller.events import JobStage
 from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import ControllerHandle, start_controller
 from lastwords.controller.server import ControllerShell, listen
@@ -758,7 +758,7 @@ def test_other_ways_to_write_an_address_work_too(job: Job, ip: str) -> None:
 class BrokenCore:
     """A core that cannot digest a status."""
 
-    state = State.WATCHING
+    state = JobStage.WATCHING
     deadline_s = None
     incident = 0
     outcome = None
@@ -771,7 +771,7 @@ class BrokenCore:
             raise ZeroDivisionError("a mistake in the core")
         self.digested.append(event)
         if isinstance(event, events.FromRank) and isinstance(event.report, Goodbye):
-            return [events.Stop("goodbye")]
+            return [events.EndController("goodbye")]
         return []
 
 

@@ -236,7 +236,7 @@ def test_once_ddp_shows_its_buckets_their_order_is_recorded_even_where_each_is_s
 
 def test_a_store_that_never_answers_keeps_nobody_waiting(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
-        board = ddp_order.Board(dist.distributed_c10d._get_default_store(), "nobody writes", writes=False)
+        board = ddp_order.OrderBoard(dist.distributed_c10d._get_default_store(), "nobody writes", writes=False)
         board.exchange([[0]])
         found = board.found(0.01)
         board.close()

@@ -19,7 +19,7 @@ from lastwords.checkpoint import layout as disk
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.meta import RunFacts
 from lastwords.checkpoint.part import write_part
-from lastwords.checkpoint.publish import Incident, publish, verify_parts
+from lastwords.checkpoint.publish import IncidentFacts, publish, verify_parts
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.capture.buffers import Buffers
@@ -109,7 +109,7 @@ class Rank:
         if self.world.rank == 0:
             writers = tuple(sorted({holders[0] for holders in table.units.values()}))
             assert verify_parts(directory, writers, tuple(table.units), (), step) == []
-            publish(root, directory, Incident("job", 1, 1, 1, step, self.world.size, writers, "a test"))
+            publish(root, directory, IncidentFacts("job", 1, 1, 1, step, self.world.size, writers, "a test"))
         dist.barrier()
 
     def resume(self, root: Path) -> list[str]:

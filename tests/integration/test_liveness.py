@@ -323,7 +323,7 @@ class _WatchingProcess(subprocess.Popen[str]):
         super().__exit__(None, None, None)
 
 
-def _sleeps_on_the_futex(running: robust_mutex.Watch) -> bool:
+def _sleeps_on_the_futex(running: robust_mutex.LifeWatch) -> bool:
     """Whether the watch's thread is inside the system call, on its own word (not on the interpreter's lock)."""
     address = running._mapping.address + robust_mutex._MUTEX_AT
     return f" {address:#x} " in Path(f"/proc/self/task/{running._thread.native_id}/syscall").read_text()

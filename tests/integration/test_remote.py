@@ -21,7 +21,9 @@ pytestmark = pytest.mark.process
 
 def steps_in(root: RemotePath) -> list[int]:
     found = load.scan(root, os_for([root]))
-    return sorted(one.manifest.global_step for one in found if one.status is load.Status.COMPLETE and one.manifest)
+    return sorted(
+        one.manifest.global_step for one in found if one.status is load.DirectoryStatus.COMPLETE and one.manifest
+    )
 
 
 def test_a_job_whose_directory_is_lost_goes_on_from_the_store(rig: Rig, tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 def steps(there: RemotePath) -> list[int]:
     found = load.scan(there, os_for([there]))
-    return sorted(one.manifest.global_step for one in found if one.status is load.Status.COMPLETE and one.manifest)
+    return sorted(
+        one.manifest.global_step for one in found if one.status is load.DirectoryStatus.COMPLETE and one.manifest
+    )
 
 
 def test_nothing_goes_here_before_it_has_gone_there(uploads: Uploads, here: Path) -> None:

@@ -34,7 +34,7 @@ from lastwords.errors import (
 )
 from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.diff import diff
-from lastwords.integrations.transform import Outcome, transform
+from lastwords.integrations.transform import TransformOutcome, transform
 from lastwords.integrations.transform_files import transform_all, transform_checkpoints
 from tests import golden
 from tests.checkpoint.elastic import QUICK, content_of, gathered, save_naively
@@ -56,7 +56,7 @@ class Rooms:
         save_strategy_file(columns(3), self.three, QUICK)
         save_strategy_file(rows(2), self.two, QUICK)
 
-    def move(self, to: Path | None = None, **more: Any) -> Outcome:
+    def move(self, to: Path | None = None, **more: Any) -> TransformOutcome:
         return transform(more.pop("source", self.source), more.pop("out", self.out), to or self.three, os=QUICK, **more)
 
 

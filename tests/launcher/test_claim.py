@@ -13,14 +13,14 @@ import pytest
 
 from lastwords.errors import ConfigError
 from lastwords.launcher import command as module
-from lastwords.launcher.command import Claim, claim
+from lastwords.launcher.command import NameClaim, claim
 from tests import golden
 
 COMMAND = ["python", "train.py", "/ckpt"]
 
 
 @contextlib.contextmanager
-def held(job: str, command: Sequence[str] = COMMAND, meeting: str = "one", nodes: int = 1) -> Iterator[Claim]:
+def held(job: str, command: Sequence[str] = COMMAND, meeting: str = "one", nodes: int = 1) -> Iterator[NameClaim]:
     found = claim(command, ["c10d", "localhost:0", meeting], nodes, {"LASTWORDS_JOB": job})
     try:
         yield found

@@ -23,10 +23,10 @@ from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError, StorageError
 from lastwords.launcher import cluster_state, scheduler
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
-from lastwords.launcher.core import Place
+from lastwords.launcher.core import RankPlace
 from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, cluster_of, misspelt
 from lastwords.launcher.events import Gone
-from lastwords.launcher.registry import Member, Process
+from lastwords.launcher.registry import Process, Worker
 from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.test_crash import crashes
@@ -48,7 +48,7 @@ def cluster(path: Path) -> Cluster:
 
 def test_what_is_kept_is_there_for_the_next_scheduler_and_nobody_else(tmp_path: Path) -> None:
     state = ClusterState(cluster(tmp_path))
-    members = {"a": Member(1, Process("host", 7, 8), linked=True), "b": Member(0, Process("host", 9, 8))}
+    members = {"a": Worker(1, Process("host", 7, 8), linked=True), "b": Worker(0, Process("host", 9, 8))}
     with state.held() as kept:
         token = state.token()
         assert (kept.generation, kept.members) == (-1, {})
@@ -72,7 +72,7 @@ def test_a_state_that_cannot_be_removed_is_named_with_what_follows(tmp_path: Pat
 
 
 RECOVERY = Path("/recovery")
-MEMBERS = {"3": Member(1, Process("host", 7, 8)), "x": Member(0, Process("host", 9, 8), done=True)}
+MEMBERS = {"3": Worker(1, Process("host", 7, 8)), "x": Worker(0, Process("host", 9, 8), done=True)}
 OLDER, NEWER = (
     KeptCluster(VERSION, "127.0.0.1:8118", 2, "job", generation, 7 + generation, MEMBERS) for generation in (1, 2)
 )
@@ -208,7 +208,7 @@ def begin(path: Path, content: str) -> KeptCluster:
         patch.setattr(scheduler, "listen", lambda *_: [])
         one = scheduler.Scheduler(cluster(path), state, kept, selector)
         for rank in range(kept.workers):
-            if one._head.core.place(rank) is not Place.ABSENT:
+            if one._head.core.place(rank) is not RankPlace.ABSENT:
                 one._report(Gone(rank))
         one._look()
         one._head.tick()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lastwords.core_events import Tick
 from lastwords.launcher.core import (
     DEATHS_MAX,
     END_S,
@@ -19,8 +20,8 @@ from lastwords.launcher.core import (
     REPEATS_MAX,
     TOLD_S,
     LauncherCore,
-    Place,
     Rank,
+    RankPlace,
     Roster,
 )
 from lastwords.launcher.events import (
@@ -38,14 +39,13 @@ from lastwords.launcher.events import (
     Keep,
     Kept,
     Kill,
-    Left,
+    Leaving,
     Look,
     Lost,
     Over,
     Ready,
     Stop,
     Stopped,
-    Tick,
     Updated,
 )
 from tests import golden
@@ -83,14 +83,14 @@ def begins(core: LauncherCore, *ranks: int, step: int = 0, resumes: bool = True)
 
 def leave(core: LauncherCore, *ranks: int, step: int = 0, now_s: float = 0.0) -> list[Effect]:
     """They are told to, and end."""
-    events: list[Event] = [event for rank in ranks for event in (Left(rank, step), Ended(rank, SAVED))]
+    events: list[Event] = [event for rank in ranks for event in (Leaving(rank, step), Ended(rank, SAVED))]
     return effects_of(core, *events, now_s=now_s)
 
 
 def fails(core: LauncherCore, rank: int, step: int = 0, raised: str = "", *, begun: bool = True) -> list[Effect]:
     """It dies, or raises; the others leave. All begin again."""
     if raised:
-        effects = effects_of(core, Left(rank, step), Ended(rank, 1, raised=raised))
+        effects = effects_of(core, Leaving(rank, step), Ended(rank, 1, raised=raised))
     else:
         effects = effects_of(core, Ended(rank, KILLED))
     effects += leave(core, *(other for other in core.world if other != rank), step=step)
@@ -118,7 +118,7 @@ def test_a_rank_that_comes_or_ends_makes_no_work_for_each_of_all_others(monkeypa
     """Or 16,384 of them keep the launcher busy for minutes."""
     walks = 0
 
-    def counted(roster: Roster, place: Place) -> Iterator[tuple[int, Rank]]:
+    def counted(roster: Roster, place: RankPlace) -> Iterator[tuple[int, Rank]]:
         nonlocal walks
         walks += 1
         return shipped(roster, place)
@@ -142,7 +142,7 @@ def test_after_a_death_all_begin_anew_once_all_have_ended(seen_first: bool) -> N
     death = [Ended(1, KILLED)]
     assert effects_of(core, *(death if seen_first else [])) == []
     assert leave(core, 0, step=7) == []
-    assert effects_of(core, Left(2, 7), Updated(2), *([] if seen_first else death)) == []
+    assert effects_of(core, Leaving(2, 7), Updated(2), *([] if seen_first else death)) == []
     assert effects_of(core, Ended(2, SAVED)) == [Enter(1, step=7)]
     assert core.entry == 1
 
@@ -280,15 +280,15 @@ def test_whoever_is_stopped_while_nobody_has_to_end_may_go_on() -> None:
 def test_what_is_heard_of_a_rank_after_its_end_makes_nobody_end() -> None:
     """A supervisor repeats itself."""
     core = training()
-    assert effects_of(core, Ended(1, KILLED), Left(1, 7), Over(1)) == []
+    assert effects_of(core, Ended(1, KILLED), Leaving(1, 7), Over(1)) == []
     assert ranks_of(effects_of(core, Tick(), now_s=LEAVE_S), Kill) == []
 
 
 def test_one_that_has_lost_its_controller_does_not_say_that_the_others_have_no_more_to_save() -> None:
     core = training()
-    effects_of(core, Ended(1, KILLED), Left(0, ended=7, alone=True), Ended(0, 76))
+    effects_of(core, Ended(1, KILLED), Leaving(0, ended=7, alone=True), Ended(0, 76))
     assert ranks_of(effects_of(core, Tick(), now_s=2 * LEAVE_S), Kill) == []
-    effects_of(core, Left(2, 7), now_s=3 * LEAVE_S)
+    effects_of(core, Leaving(2, 7), now_s=3 * LEAVE_S)
     assert ranks_of(effects_of(core, Tick(), now_s=4 * LEAVE_S), Kill) == [2]
 
 
@@ -322,7 +322,7 @@ def test_what_each_new_process_would_meet_again_ends_the_job_at_once_with_its_li
     """Unless the script has caught it, and has ended well."""
     core = copy.deepcopy(core)
     ended = Ended(1, code, raised="train.py:7: no such setting", lasting=lasting)
-    effects = effects_of(core, *([Left(1)] if left else []), ended)
+    effects = effects_of(core, *([Leaving(1)] if left else []), ended)
     assert any(isinstance(one, Stop) and one.lasting for one in effects) == (lasting and code > 0)
 
 
@@ -442,7 +442,7 @@ def test_an_exception_is_a_ranks_own_though_its_controller_has_told_it_to_leave(
     """It does so once a checkpoint is written."""
     core = failing(1 + DEATHS_MAX)
     assert leave(core, 0, step=5) == []
-    golden.says(failure_of(effects_of(core, Left(1, 5), Ended(1, 1, "exit code 1", "ValueError: bad batch"))))
+    golden.says(failure_of(effects_of(core, Leaving(1, 5), Ended(1, 1, "exit code 1", "ValueError: bad batch"))))
 
 
 @pytest.mark.parametrize("saved", [1, REPEAT_STEPS, REPEAT_STEPS + 1])
@@ -452,7 +452,7 @@ def test_how_many_steps_are_saved_between_exceptions_does_not_depend_on_what_is_
         for turn, first in enumerate(orders, 1):
             for rank in (1, 0) if first else (0, 1):
                 end = Ended(1, 1, raised="ValueError: bad batch") if rank else Ended(0, SAVED)
-                effects_of(core, Left(rank, turn * saved), end)
+                effects_of(core, Leaving(rank, turn * saved), end)
             if not core.stopped:
                 begins(core, 0, 1, step=turn * saved)
         assert core.stopped is (saved <= REPEAT_STEPS), orders
@@ -546,12 +546,12 @@ def test_whose_end_was_not_heard_of_has_ended_once_it_can_be_started_again() -> 
     core = LauncherCore((0, 1), keeps=True)
     core.take_over(4, 7)
     assert effects_of(core, Ready(0, 4)) == []
-    assert (core.place(0), core.heals) == (Place.READY, True)
+    assert (core.place(0), core.heals) == (RankPlace.READY, True)
 
 
 def test_a_rank_whose_supervisor_ends_is_waited_for() -> None:
     core = LauncherCore((0, 1), keeps=True)
     effects_of(core, Ready(0), Ready(1), Kept(0), Guarded(0), Guarded(1))
-    effects_of(core, Gone(1), Left(0, 7), Ended(0, SAVED))
-    assert core.place(1) is Place.ABSENT
+    effects_of(core, Gone(1), Leaving(0, 7), Ended(0, SAVED))
+    assert core.place(1) is RankPlace.ABSENT
     assert effects_of(core, Ready(1), Kept(1)) == [Keep(1, 7), Enter(1, step=7)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lastwords.launcher.core import LEAVE_NOTICE_S, LEAVE_S, REPEATS_MAX, LauncherCore, Place, Rank
+from lastwords.core_events import Tick
+from lastwords.launcher.core import LEAVE_NOTICE_S, LEAVE_S, REPEATS_MAX, LauncherCore, Rank, RankPlace
 from lastwords.launcher.events import (
     Begun,
     Effect,
@@ -17,13 +18,12 @@ from lastwords.launcher.events import (
     Event,
     Guarded,
     Kill,
-    Left,
+    Leaving,
     Look,
     Over,
     Ready,
     Stop,
     Stopped,
-    Tick,
 )
 from tests.launcher.copies import core_copied, twin, values
 
@@ -296,7 +296,7 @@ class World:
         self.end(rank, code, raised)
 
     def leave(self, rank: int) -> None:
-        self.say(rank, "leaves", Left(rank, self.step))
+        self.say(rank, "leaves", Leaving(rank, self.step))
 
     def register(self, rank: int) -> None:
         one = self.processes[rank]
@@ -493,10 +493,10 @@ class Forgetful(LauncherCore):
     """Begins without those that had come to their end."""
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
-        done = [other for other, _ in self._ranks.at(Place.DONE)]
+        done = [other for other, _ in self._ranks.at(RankPlace.DONE)]
         effects = super()._over(rank, now_s)
         for other in done:
-            self._ranks.put(other, Place.DONE)
+            self._ranks.put(other, RankPlace.DONE)
         return effects
 
 

@@ -33,7 +33,7 @@ from lastwords.launcher.events import (
     Enter,
     Event,
     Kill,
-    Left,
+    Leaving,
     Look,
     Lost,
     Over,
@@ -42,7 +42,7 @@ from lastwords.launcher.events import (
 )
 from lastwords.launcher.host import Host, HowLeft, Program
 from lastwords.launcher.link import Lines, send
-from lastwords.launcher.processes import RankProcess, Seat, ended_badly
+from lastwords.launcher.processes import RankProcess, RankSeat, ended_badly
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
@@ -50,14 +50,14 @@ from lastwords.launcher.protocol import (
     ControllerWanted,
     Fork,
     FromRank,
-    Hello,
     Loaded,
-    Raised,
+    RankHello,
+    RankRaised,
     ToRank,
     read,
     to_message,
 )
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from lastwords.optim_wrapper.state.running import program_files
 from tests import golden
 from tests.integration.programs import PR_SET_CHILD_SUBREAPER, prctl
@@ -112,8 +112,8 @@ class TestHost(Host):
         program = Program(sys.executable, is_module=False, threads=3)
         super().__init__(seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
 
-    def seat(self, rank: int) -> Seat:
-        return Seat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})
+    def seat(self, rank: int) -> RankSeat:
+        return RankSeat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})
 
     def has(self, *command: str) -> RankProcess:
         """Rank 0's process is this one, which leads a session."""
@@ -368,7 +368,7 @@ def test_a_signal_for_all_does_not_collect_a_rank_whose_end_has_not_been_seen(ho
 def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_is_the_failure_of_its_rank(
     host: TestHost,
 ) -> None:
-    def end(*said: Raised, by: Event | None = None, command: str = "exit 1") -> int:
+    def end(*said: RankRaised, by: Event | None = None, command: str = "exit 1") -> int:
         host.obey(Enter(1))
         pid = host.has("sh", "-c", command if by is None else "sleep 60").pid
         who = module._Who()
@@ -383,12 +383,12 @@ def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_
     for by in (Kill(0, "it is stopped"), End(0)):
         end(by=by)  # type: ignore[arg-type]
         assert host.failures == {}, "it was ended from here"
-    end(Raised("SystemExit: 0", lasting=False), command="exit 0")
+    end(RankRaised("SystemExit: 0", lasting=False), command="exit 0")
     assert host.failures == {}
-    pid = end(Raised("ValueError: bad batch", lasting=False))
+    pid = end(RankRaised("ValueError: bad batch", lasting=False))
     ((where, ended),) = host.failures.values()
     assert (where, ended.code, ended.raised) == (pid, 1, "ValueError: bad batch")
-    end(Raised("no such setting", lasting=True))
+    end(RankRaised("no such setting", lasting=True))
     assert [ended.raised for _, ended in host.failures.values()] == ["no such setting"], "of this generation alone"
     end()
     assert [(one.code, one.raised, one.lasting) for one in host.of(Ended)] == [
@@ -568,10 +568,10 @@ class Told:
         link = socket.socket(socket.AF_UNIX)
         link.connect(self._host._server.getsockname())
         self._host.turn()
-        self.say(link, Hello(0, self._pid, version))
+        self.say(link, RankHello(0, self._pid, version))
         return link
 
-    def say(self, link: socket.socket, report: Hello | FromRank) -> None:
+    def say(self, link: socket.socket, report: RankHello | FromRank) -> None:
         send(link, to_message(report))
         self._host.turn()
 
@@ -616,7 +616,7 @@ def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_n
     process = host.has()
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(host._server.getsockname())
-        for report in (Hello(0, process.pid, PROTOCOL), Raised("no such setting", lasting=True)):
+        for report in (RankHello(0, process.pid, PROTOCOL), RankRaised("no such setting", lasting=True)):
             send(link, to_message(report))
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -630,7 +630,7 @@ def test_what_a_process_has_said_is_known_at_its_end_though_its_connection_was_n
 def test_what_a_process_has_said_is_not_taken_for_what_the_next_one_in_the_same_shell_says(
     host: TestHost, told: Told
 ) -> None:
-    told.say(told.link, Raised("no such setting", lasting=True))
+    told.say(told.link, RankRaised("no such setting", lasting=True))
     told.link.close()
     host.turn()
     told.connect().close()
@@ -646,7 +646,7 @@ def test_what_is_left_of_an_earlier_generation_is_not_heard(host: TestHost, told
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(host._server.getsockname())
             host.turn()
-            for report in (Hello(0, stranger.pid, PROTOCOL), Over(OWN)):
+            for report in (RankHello(0, stranger.pid, PROTOCOL), Over(OWN)):
                 told.say(link, report)
     finally:
         stranger.kill()
@@ -673,7 +673,7 @@ def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
     assert told.link.recv(1 << 16).endswith(b"\n"), "it is dismissed"
     assert not told.link.recv(1), "and hears nothing more"
     record = str(tmp_path / "incidents.jsonl")
-    send(told.link, to_message(Left(OWN, 7, record)))
+    send(told.link, to_message(Leaving(OWN, 7, record)))
     os.kill(host.process.pid, signal.SIGTERM)
     host.process.wait()
     assert host.left() == HowLeft({0: -signal.SIGTERM}, 7, Path(record))
@@ -682,8 +682,8 @@ def test_what_a_rank_has_saved_after_its_launcher_has_told_it_to_end_is_heard(
 
 def test_what_a_rank_has_saved_before_its_launcher_ends_is_not_forgotten(host: TestHost, told: Told) -> None:
     """All have been forked again, and none trains yet; a process that is new knows of nothing."""
-    told.say(told.link, Left(0, 13, "/ckpt/logs/incidents.jsonl"))
-    told.say(told.link, Left(0))
+    told.say(told.link, Leaving(0, 13, "/ckpt/logs/incidents.jsonl"))
+    told.say(told.link, Leaving(0))
     host.end()
     os.kill(host.process.pid, signal.SIGTERM)
     host.process.wait()
@@ -691,7 +691,7 @@ def test_what_a_rank_has_saved_before_its_launcher_ends_is_not_forgotten(host: T
 
 
 def test_who_leaves_as_its_controller_has_told_it_has_not_failed(host: TestHost, told: Told) -> None:
-    told.say(told.link, Left(0, 13, ""))
+    told.say(told.link, Leaving(0, 13, ""))
     os.kill(host.process.pid, signal.SIGKILL)
     host.until(Ended)
     assert host.failures == {}
@@ -734,5 +734,5 @@ def test_a_rank_of_another_version_ends_the_job_and_is_told_what_to_do(host: Tes
         assert link.recv(1) == b""
     order, (lost,) = read(message, ToRank), host.events
     assert isinstance(lost, Lost)
-    assert order == Refused(lost.why)
+    assert order == Rejected(lost.why)
     golden.says(lost.why.replace(str(host.process.pid), "PID"))

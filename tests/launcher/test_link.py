@@ -25,7 +25,7 @@ from lastwords.launcher.events import (
     Event,
     Guarded,
     Kill,
-    Left,
+    Leaving,
     Lost,
     Over,
     Ready,
@@ -42,7 +42,7 @@ from tests.launcher.test_scheduler import reset
 @pytest.mark.parametrize(
     "what",
     [
-        Ready(3, 7), Left(3, 7, "/logs/incidents.jsonl"), Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
+        Ready(3, 7), Leaving(3, 7, "/logs/incidents.jsonl"), Begun(1), Over(2), Updated(2), Ended(0, -9), Lost("why"),
         Enter(4, 29500), End(0), Kill(2, "late"), Awaited(2, "late", 5.5), Stop(None), Stop("why"),
     ],
     ids=repr,
@@ -231,7 +231,7 @@ def test_a_rank_is_not_killed_for_the_time_in_which_the_whole_job_was_stopped(mo
     monkeypatch.setattr(head, "mono_s", lambda: now_s[0])
     one = Head(2, 0, "127.0.0.1")
     one.has_host(range(2), told.append)
-    for event in (Ready(0), Ready(1), Guarded(0), Guarded(1), Ended(1, -9), Left(0, 7)):
+    for event in (Ready(0), Ready(1), Guarded(0), Guarded(1), Ended(1, -9), Leaving(0, 7)):
         one.hear(event)
     now_s[0] += 2 * LEAVE_S
     one.tick()

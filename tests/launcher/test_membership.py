@@ -17,9 +17,9 @@ from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher import membership, scheduler
 from lastwords.launcher.cluster_state import ClusterState
 from lastwords.launcher.environment import WORKER, Cluster
-from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Kill, Left, Over, Ready, Seat
+from lastwords.launcher.events import Begun, Ended, Enter, Guarded, Inside, Kill, Leaving, Over, Ready, Seat
 from lastwords.launcher.link import Lines, send
-from lastwords.launcher.membership import JOIN_S, Candidate, Joined, Membership
+from lastwords.launcher.membership import JOIN_S, Candidate, Joined, WorkerMembership
 from lastwords.launcher.protocol import (
     OWN,
     PROTOCOL,
@@ -33,7 +33,7 @@ from lastwords.launcher.protocol import (
     read,
     to_message,
 )
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from tests import golden
 from tests.integration.harness import free_port
 
@@ -105,7 +105,7 @@ def test_a_worker_of_another_version_than_the_scheduler_ends_at_once(tmp_path: P
 class Near:
     """A supervisor's membership at the test's clock. scheduler: the other end of its connection.
 
-    told: what it has been ordered; ended: that nobody will order anything any more, as `Membership` says it.
+    told: what it has been ordered; ended: that nobody will order anything any more, as `WorkerMembership` says it.
     """
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ class Near:
         monkeypatch.setattr(membership, "mono_s", lambda: self.now_s)
         monkeypatch.setattr(Candidate, "join", lambda _: Joined(Admission(1, "1", "job"), near, Lines()))
         cluster = Cluster(WORKER, 2, "127.0.0.1", 8118, path, True)
-        self.worker = Membership(
+        self.worker = WorkerMembership(
             cluster, self._selector, self.told.append, lambda why, fails: self.ended.append((why, fails))
         )
         self.worker.begin()
@@ -168,7 +168,7 @@ def near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Near]:
 
 def test_a_worker_does_not_wait_for_a_scheduler_that_is_stopped(near: Near) -> None:
     for _ in range(16):
-        near.worker.report(Left(1, 7, "x" * (1 << 20)))
+        near.worker.report(Leaving(1, 7, "x" * (1 << 20)))
     near.worker.close()
 
 
@@ -183,9 +183,9 @@ def test_what_happens_to_a_rank_is_said_and_repeated_to_the_next_scheduler(near:
     near.worker.report(Begun(1))
     near.worker.report(Guarded(1))
     assert stand.repeated() == [Inside(OWN, 5, begun=True, loops=2), Guarded(1)], "of the second loop"
-    for event in (Left(1, 7), Ended(1, 75)):
+    for event in (Leaving(1, 7), Ended(1, 75)):
         near.worker.report(event)
-    assert stand.repeated() == [Left(1, 7), Ready(OWN, 5)]
+    assert stand.repeated() == [Leaving(1, 7), Ready(OWN, 5)]
     near.enters(6)
     assert stand.repeated() == [Inside(OWN, 6, begun=False, loops=0)]
     near.worker.report(Ended(1, 0))
@@ -210,19 +210,19 @@ def test_what_the_scheduler_orders_is_passed_on(near: Near) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Refused("it has come to its end before", done=True),
-        Refused("another process has its place"),
+        Rejected("it has come to its end before", done=True),
+        Rejected("another process has its place"),
         UnavailableError("its files are removed"),
         ConfigError("it is of another version"),
     ],
     ids=["done", "refused", "no files", "version"],
 )
 def test_what_follows_from_the_answer_of_the_next_scheduler(
-    near: Near, monkeypatch: pytest.MonkeyPatch, done: bool, answer: Refused | Exception
+    near: Near, monkeypatch: pytest.MonkeyPatch, done: bool, answer: Rejected | Exception
 ) -> None:
     asked = []
 
-    def ask(_: Candidate) -> Refused:
+    def ask(_: Candidate) -> Rejected:
         asked.append(answer)
         if isinstance(answer, Exception):
             raise answer

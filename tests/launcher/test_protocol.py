@@ -27,7 +27,7 @@ from lastwords.launcher.events import (
     Guarded,
     Inside,
     Kill,
-    Left,
+    Leaving,
     Look,
     Over,
     Ready,
@@ -48,23 +48,23 @@ from lastwords.launcher.protocol import (
     Done,
     FromRank,
     FromSupervisor,
-    Hello,
     Loaded,
-    Raised,
+    RankHello,
+    RankRaised,
     ToRank,
     ToSupervisor,
     difference,
     read,
     to_message,
 )
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from lastwords.optim_wrapper.launch import reporter
 from lastwords.optim_wrapper.launch.reporter import Reporter
 from tests import golden
 
 RANK = 3
 
-FORM = (5, "2228a96c15abc1a3")
+FORM = (6, "421edaadcded88b1")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -98,24 +98,25 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "said",
     [
-        Hello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
-        Begun(RANK, 1, "late", "it", (("x", 0.5),)), Updated(RANK), Over(RANK), Left(RANK, 7, "/logs/incidents.jsonl"),
+        RankHello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
+        Begun(RANK, 1, "late", "it", (("x", 0.5),)), Updated(RANK), Over(RANK),
+        Leaving(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
-        ControllerWanted(["{}"], {"A": "b"}, "log", 5), Raised("ValueError: x", lasting=False), Done(),
+        ControllerWanted(["{}"], {"A": "b"}, "log", 5), RankRaised("ValueError: x", lasting=False), Done(),
         Loaded(["/train.py"]),
     ],
     ids=repr,
 )  # fmt: skip
 def test_what_a_worker_says_comes_through_with_the_rank_of_its_connection(said: FromRank | FromSupervisor) -> None:
     message = {**wire(to_message(said)), "rank": 0}
-    assert read(message, Hello | FromRank | FromSupervisor, RANK) == said
+    assert read(message, RankHello | FromRank | FromSupervisor, RANK) == said
 
 
 @pytest.mark.parametrize(
     "said",
     [
         End(RANK), Kill(RANK, "late"), Look(RANK), Enter(4, 29500, 7), Enter(4, 29500, 7, Seat(0, 2, "node-1")),
-        ControllerAnswer(5), ControllerAnswer(5, 7), Dismissed("why"), Refused("why", later=True), Done(),
+        ControllerAnswer(5), ControllerAnswer(5, 7), Dismissed("why"), Rejected("why", later=True), Done(),
         Beat(),
     ],
     ids=repr,
@@ -135,12 +136,12 @@ class Launcher:
     def link(self) -> socket.socket:
         return self._server.accept()[0]
 
-    def hears(self) -> list[Hello | FromRank]:
+    def hears(self) -> list[RankHello | FromRank]:
         """All that has been said so far."""
-        found: list[Hello | FromRank] = []
+        found: list[RankHello | FromRank] = []
         with contextlib.suppress(BlockingIOError):
             while data := self.link.recv(1 << 16, socket.MSG_DONTWAIT):
-                found += [read(said, Hello | FromRank, RANK) for said in self._lines.feed(data)]
+                found += [read(said, RankHello | FromRank, RANK) for said in self._lines.feed(data)]
         return found
 
     def says(self, *orders: ToRank) -> None:
@@ -166,10 +167,10 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.begun(7, "late", lacks="it"), Begun(RANK, 7, "late", lacks="it")),
     (lambda one: one.updated(), Updated(RANK)),
     (lambda one: one.over(), Over(RANK)),
-    (lambda one: one.left(7, Path("/logs"), 8), Left(RANK, 7, "/logs", 8)),
-    (lambda one: one.left(0, None), Left(RANK)),
-    (lambda one: one.left(0, None, 8, alone=True), Left(RANK, ended=8, alone=True)),
-    (lambda one: one.raised("ValueError: x", lasting=True), Raised("ValueError: x", lasting=True)),
+    (lambda one: one.left(7, Path("/logs"), 8), Leaving(RANK, 7, "/logs", 8)),
+    (lambda one: one.left(0, None), Leaving(RANK)),
+    (lambda one: one.left(0, None, 8, alone=True), Leaving(RANK, ended=8, alone=True)),
+    (lambda one: one.raised("ValueError: x", lasting=True), RankRaised("ValueError: x", lasting=True)),
 ]
 
 
@@ -177,7 +178,7 @@ def test_what_a_rank_says_by_hand_is_understood_with_all_its_fields(launcher: La
     one = Reporter(launcher.name, RANK, step=7)
     for say, _ in SAYINGS:
         say(one)
-    assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), *(said for _, said in SAYINGS)]
+    assert launcher.hears() == [RankHello(RANK, os.getpid(), PROTOCOL), *(said for _, said in SAYINGS)]
     kinds = re.findall(r'_say\("(\w+)"', Path(reporter.__file__).read_text(encoding="utf-8"))
     assert {*kinds} == {type(said).__name__ for _, said in SAYINGS}
 
@@ -211,13 +212,16 @@ def test_a_rank_asks_for_a_controller_and_understands_the_answer(
     asks.join()
     assert got == [found]
     if answers:
-        assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), ControllerWanted(["{}"], {"A": "b"}, "log", 1)]
+        assert launcher.hears() == [
+            RankHello(RANK, os.getpid(), PROTOCOL),
+            ControllerWanted(["{}"], {"A": "b"}, "log", 1),
+        ]
 
 
 def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
     one = Reporter(launcher.name, RANK)
     one.updated()
-    launcher.says(Refused("it speaks another version"))
+    launcher.says(Rejected("it speaks another version"))
     with golden.raises(ConfigError):
         one.controller([], {}, "log")
 
@@ -293,7 +297,7 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
         os._exit(reporter.reporter() is not None)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     one.over()
-    assert launcher.hears() == [Hello(RANK, os.getpid(), PROTOCOL), Over(RANK)]
+    assert launcher.hears() == [RankHello(RANK, os.getpid(), PROTOCOL), Over(RANK)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import lastwords
 from lastwords.controller import launch as controller_launch
 from lastwords.launcher import head
-from lastwords.launcher.events import UNKNOWN_CODE, Begun, End, Ended, Event, Gone, Guarded, Left, Ready, Updated
+from lastwords.launcher.events import UNKNOWN_CODE, Begun, End, Ended, Event, Gone, Guarded, Leaving, Ready, Updated
 from lastwords.launcher.recovery import OUTCOME, Recovery, ending, incident_of, sentence
 from lastwords.liveness.endings import OomKills, ending_text
 from lastwords.optim_wrapper.launch import reporter
@@ -304,7 +304,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def test_without_a_record_of_the_incident_the_sentence_says_where_training_went_on(job: Job) -> None:
-    line = job.recovers(Ended(1, KILLED), Left(0), Ended(0, 76), step=10)
+    line = job.recovers(Ended(1, KILLED), Leaving(0), Ended(0, 76), step=10)
     assert sentence(line, None).endswith("resumed after step 10")
 
 
@@ -312,21 +312,21 @@ def test_a_recovery_is_told_although_no_thread_can_be_started_for_its_record(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread that decides for all ranks would end with the error, and the job with it."""
-    job.hears(Ended(1, KILLED), Left(0, 7), Ended(0, 75))
+    job.hears(Ended(1, KILLED), Leaving(0, 7), Ended(0, 75))
     with no_threads():
         job.trains(7)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_process_that_ended_by_itself_is_in_the_sentence(job: Job) -> None:
-    line = job.recovers(Ended(1, UNKNOWN_CODE), Left(0, 7), Ended(0, 75))
+    line = job.recovers(Ended(1, UNKNOWN_CODE), Leaving(0, 7), Ended(0, 75))
     assert sentence(line, None).startswith("rank 1 died (killed or crashed): started again after ")
 
 
 def test_an_exception_is_in_the_record_and_in_the_sentence_in_place_of_an_exit_code(job: Job) -> None:
     """Its controller has told the rank to leave, as it has the other one."""
     died = Ended(1, 1, "exit code 1", "ValueError: bad batch")
-    line = job.recovers(Left(1, 7, "/logs"), died, Left(0, 7, "/logs"), Ended(0, 75, "exit code 75"))
+    line = job.recovers(Leaving(1, 7, "/logs"), died, Leaving(0, 7, "/logs"), Ended(0, 75, "exit code 75"))
     known = {"what": "ended", "mono_s": 0.0, "rank": 1, "how": "exit code 1"}
     incident = {"known_mono_s": 0.0, "step": 7, "events": [known]}
     assert sentence(line, incident).startswith("rank 1 died (ValueError: bad batch): started again after ")
@@ -335,7 +335,7 @@ def test_an_exception_is_in_the_record_and_in_the_sentence_in_place_of_an_exit_c
 
 
 def test_a_rank_that_was_ended_from_here_has_not_died(job: Job) -> None:
-    job.hears(Ended(1, KILLED), Left(0, 7), Ended(0, 75))
+    job.hears(Ended(1, KILLED), Leaving(0, 7), Ended(0, 75))
     line = job.recovers(Ended(1, KILLED), Ended(0, 1, raised="RuntimeError: connection closed by peer"), step=7)
     assert End(0) in job.ordered
     ends = [one["rank"] for one in json.loads(line)["events"] if one["what"] == "died"]

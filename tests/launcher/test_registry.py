@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.launcher.registry import SILENCE_S, Admitted, Process, Refused, Registry
+from lastwords.launcher.registry import SILENCE_S, Admitted, Process, Registry, Rejected
 from tests import golden
 
 HERE, THERE = "here", "there"
@@ -36,8 +36,8 @@ def test_a_number_is_a_rank_and_other_names_take_what_is_free() -> None:
     assert registry.apply("", THIRD, 3, 9.0, runs) == Admitted("0", 0, anew=False)
 
 
-def refused(verdict: Admitted | Refused, *, later: bool) -> None:
-    assert isinstance(verdict, Refused)
+def refused(verdict: Admitted | Rejected, *, later: bool) -> None:
+    assert isinstance(verdict, Rejected)
     assert verdict.later == later
     golden.says(verdict.why)
 
@@ -130,7 +130,7 @@ def test_a_process_that_has_done_its_work_is_not_waited_for() -> None:
     assert registry.ended(1e6, Host()) == []
     verdict = registry.apply("0", SECOND, 1, 1e6, Host(SECOND))
     refused(verdict, later=False)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Rejected)
     assert verdict.done, "a supervisor has started it once more"
     refused(registry.apply("", SECOND, 1, 1e6, Host(SECOND)), later=True)
 

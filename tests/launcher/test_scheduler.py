@@ -26,9 +26,9 @@ from lastwords.launcher import head, membership
 from lastwords.launcher import link as link_module
 from lastwords.launcher import scheduler as module
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, read_token
-from lastwords.launcher.core import KEEP_AGAIN_S, Place
+from lastwords.launcher.core import KEEP_AGAIN_S, RankPlace
 from lastwords.launcher.environment import SCHEDULER, Cluster
-from lastwords.launcher.events import Begun, Ended, Event, Gone, Inside, Left, Over, Ready, Stop
+from lastwords.launcher.events import Begun, Ended, Event, Gone, Inside, Leaving, Over, Ready, Stop
 from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Lines, send
 from lastwords.launcher.protocol import (
     OWN,
@@ -42,7 +42,7 @@ from lastwords.launcher.protocol import (
     proof_of,
     to_message,
 )
-from lastwords.launcher.registry import SILENCE_S, Member, Process, Refused
+from lastwords.launcher.registry import SILENCE_S, Process, Rejected, Worker
 from lastwords.launcher.scheduler import BEAT_S, Scheduler, schedule
 from lastwords.liveness import process_id
 from tests import golden
@@ -312,7 +312,7 @@ def test_the_next_scheduler_knows_what_one_that_knew_nothing_has_learnt_from_the
     rig.scheduler.close()
     with selectors.DefaultSelector() as selector:
         scheduler = Scheduler(rig.cluster, rig.state, rig.state._read(), selector)
-        assert [scheduler._head.core.place(rank) for rank in range(2)] == [Place.DONE, Place.RUNNING]
+        assert [scheduler._head.core.place(rank) for rank in range(2)] == [RankPlace.DONE, RankPlace.RUNNING]
         scheduler.close()
 
 
@@ -517,7 +517,7 @@ class Return:
         self.state = ClusterState(self.cluster)
         self._selector = selectors.DefaultSelector()
         ranks = range(workers if members is None else members)
-        before = {str(rank): Member(rank, Process(f"host-{rank}", 1000 + rank, 1)) for rank in ranks}
+        before = {str(rank): Worker(rank, Process(f"host-{rank}", 1000 + rank, 1)) for rank in ranks}
         with self.state.held():
             generation = self.GENERATION if len(ranks) == workers else -1
             kept = KeptCluster(VERSION, self.cluster.address, workers, "job", generation, 7, before)
@@ -658,9 +658,9 @@ def test_nothing_is_done_for_a_connection_whose_peer_has_gone(tmp_path: Path, mo
 def test_a_name_that_changes_hands_between_two_looks(rig: Rig) -> None:
     rig.apply("1", pid=1)
     rig.scheduler._head.take_over(3, 7)
-    assert rig.scheduler._head.core.place(1) is Place.RUNNING
+    assert rig.scheduler._head.core.place(1) is RankPlace.RUNNING
     assert rig.apply("1")[0]["rank"] == 1
-    assert rig.scheduler._head.core.place(1) is Place.ABSENT, "the end of the process before it is heard of"
+    assert rig.scheduler._head.core.place(1) is RankPlace.ABSENT, "the end of the process before it is heard of"
 
 
 def test_a_worker_that_was_done_is_admitted_again_where_all_ranks_begin_once_more(rig: Rig) -> None:
@@ -675,7 +675,7 @@ def test_a_worker_that_was_done_is_admitted_again_where_all_ranks_begin_once_mor
     assert rig.apply("1")[0]["done"]
     for _ in range(2):
         looks(rig)
-    assert rig.scheduler._head.core.place(1) is Place.ABSENT, "rank 0 has ended"
+    assert rig.scheduler._head.core.place(1) is RankPlace.ABSENT, "rank 0 has ended"
     kept = json.loads((rig.cluster.path / "cluster" / "state.json").read_text())
     assert not kept["members"]["1"]["done"], "the next scheduler has to know it as well"
     assert rig.apply("1")[0]["rank"] == 1
@@ -722,8 +722,8 @@ def test_a_name_whose_process_has_just_said_that_it_is_done_does_not_change_hand
     send(links[1][0], to_message(Done(3)))
     another = Applicant("1", rig.scheduler._host, 7, 1, 2, None, "")
     first, then = rig.scheduler._verdict(another), rig.scheduler._verdict(another)
-    assert isinstance(first, Refused)
-    assert isinstance(then, Refused)
+    assert isinstance(first, Rejected)
+    assert isinstance(then, Rejected)
     assert (first.later, then.done) == (True, True)
 
 
@@ -775,7 +775,7 @@ def test_a_worker_may_say_more_than_a_stranger(rig: Rig) -> None:
     link, lines, nonce = rig.connect()
     rig.send(link, nonce, rig.application("0"))
     rig.answers(link, lines)
-    send(link, to_message(Left(OWN, 7, "x" * 2 * STRANGER_LINE_BYTES_MAX)))
+    send(link, to_message(Leaving(OWN, 7, "x" * 2 * STRANGER_LINE_BYTES_MAX)))
     assert rig.answers(link, lines) == []
 
 

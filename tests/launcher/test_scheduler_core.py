@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lastwords.launcher.core import END_S, KEEP_AGAIN_S, KILLED_S, LEAVE_S, LauncherCore, Place
+from lastwords.core_events import Tick
+from lastwords.launcher.core import END_S, KEEP_AGAIN_S, KILLED_S, LEAVE_S, LauncherCore, RankPlace
 from lastwords.launcher.events import (
     Awaited,
     Begun,
@@ -22,13 +23,12 @@ from lastwords.launcher.events import (
     Keep,
     Kept,
     Kill,
-    Left,
+    Leaving,
     Over,
     Ready,
     Stop,
-    Tick,
 )
-from lastwords.launcher.membership import _Stand
+from lastwords.launcher.membership import _Standing
 from lastwords.launcher.protocol import Done
 from lastwords.processor.departure import EXIT_SAVED
 from tests.launcher.copies import core_copied, twin, values
@@ -49,7 +49,7 @@ class Worker:
     """
 
     state: str = "absent"
-    stand: _Stand = field(default_factory=_Stand)
+    stand: _Standing = field(default_factory=_Standing)
     told: str = ""
     """To end: "saves" by its controller, "ends" from here."""
     linked: bool = False
@@ -122,7 +122,7 @@ class World:
             return
         for effect in self.core.handle(event, now_s):
             self.obey(effect)
-        again = {rank for rank in self.kept_ends if self.core and self.core.place(rank) is Place.ABSENT}
+        again = {rank for rank in self.kept_ends if self.core and self.core.place(rank) is RankPlace.ABSENT}
         self.kept_ends -= again
 
     def obey(self, effect: Effect) -> None:
@@ -174,13 +174,13 @@ class World:
         self.may_stop |= self.kept < 0  # nobody knows that its generation was not over
         if healed := self.core.heals:
             self.handle(Ended(rank, 0))
-        if not healed or self.core.place(rank) is Place.ABSENT:
+        if not healed or self.core.place(rank) is RankPlace.ABSENT:
             self.handle(Ready(rank, said.entry))
 
     def see_lost(self, rank: int) -> None:
         assert self.core is not None
         self.workers[rank].known = False
-        if self.core.place(rank) is Place.READY:
+        if self.core.place(rank) is RankPlace.READY:
             self.handle(Gone(rank))
 
     def see(self, rank: int) -> None:
@@ -321,7 +321,7 @@ class World:
     def end_as_told(self, rank: int) -> None:
         saves = self.workers[rank].told == "saves"
         if saves:
-            self.report(rank, Left(rank, 1))
+            self.report(rank, Leaving(rank, 1))
         self.report(rank, Ended(rank, EXIT_SAVED if saves else TERMINATED))
 
     def begin(self, rank: int) -> None:
@@ -428,7 +428,7 @@ class Hasty(LauncherCore):
     """Begins before that is kept."""
 
     def _keep(self) -> list[Effect]:
-        return [*super()._keep(), *(self._enter() if self._ranks.are_all(Place.READY) else [])]
+        return [*super()._keep(), *(self._enter() if self._ranks.are_all(RankPlace.READY) else [])]
 
 
 class Credulous(LauncherCore):
@@ -451,7 +451,7 @@ class Impatient(LauncherCore):
     def __post_init__(self) -> None:
         super().__post_init__()
         for rank in self.world:
-            self._ranks.put(rank, Place.READY)
+            self._ranks.put(rank, RankPlace.READY)
 
 
 class Repeating(LauncherCore):
@@ -483,7 +483,7 @@ class Resentful(LauncherCore):
     """Kills who had to end before it was known that all go on."""
 
     def _inside(self, event: Inside, now_s: float) -> list[Effect]:
-        dues = {rank: (one.due_s, one.told_s, one.look_s) for rank, one in self._ranks.at(Place.RUNNING)}
+        dues = {rank: (one.due_s, one.told_s, one.look_s) for rank, one in self._ranks.at(RankPlace.RUNNING)}
         effects = super()._inside(event, now_s)
         for rank, due in dues.items():
             self._ranks.due(self._ranks[rank], *due)
@@ -494,10 +494,10 @@ class Forgiving(LauncherCore):
     """Does not begin again for the want of those that have come to their end."""
 
     def _over(self, rank: int, now_s: float) -> list[Effect]:
-        done = [other for other, _ in self._ranks.at(Place.DONE)]
+        done = [other for other, _ in self._ranks.at(RankPlace.DONE)]
         effects = super()._over(rank, now_s)
         for other in done:
-            self._ranks.put(other, Place.DONE)
+            self._ranks.put(other, RankPlace.DONE)
         return effects
 
 
@@ -543,7 +543,7 @@ def test_nobody_begins_what_could_not_be_kept_and_it_is_tried_again() -> None:
 
 def test_that_another_generation_is_kept_lets_nobody_begin() -> None:
     core = running(0, 1)
-    assert effects_of(core, Left(1, 7), Ended(1, EXIT_SAVED), Ended(0, KILLED)) == [Keep(1, 7)]
+    assert effects_of(core, Leaving(1, 7), Ended(1, EXIT_SAVED), Ended(0, KILLED)) == [Keep(1, 7)]
     assert effects_of(core, Kept(0)) == [], "it was late"
     assert effects_of(core, Kept(1)) == [Enter(1, step=7)]
 
@@ -587,7 +587,7 @@ def test_whoever_has_not_been_heard_of_may_be_saving() -> None:
 def test_a_rank_that_cannot_be_ended_is_waited_for_by_all_others() -> None:
     """Its supervisor is stopped, on a host of its own, and may not have heard that the rank is to be killed."""
     core = running(0, 1)
-    effects_of(core, Left(0, 7), Ended(0, EXIT_SAVED))
+    effects_of(core, Leaving(0, 7), Ended(0, EXIT_SAVED))
     assert Kill in map(type, effects_of(core, Tick(), now_s=LEAVE_S))
     assert [type(one) for one in effects_of(core, Tick(), now_s=LEAVE_S + KILLED_S)] == [Awaited]
     assert effects_of(core, Tick(), now_s=1e9) == []
@@ -597,7 +597,7 @@ def test_a_rank_that_cannot_be_ended_is_waited_for_by_all_others() -> None:
 
 def test_a_rank_that_people_start_is_waited_for_without_end() -> None:
     core = running(0, 1)
-    assert effects_of(core, Gone(1), Left(0, 7), Ended(0, EXIT_SAVED), Tick(), now_s=1e9) == []
+    assert effects_of(core, Gone(1), Leaving(0, 7), Ended(0, EXIT_SAVED), Tick(), now_s=1e9) == []
     assert effects_of(core, Ready(1), Kept(1)) == [Keep(1, 7), Enter(1, step=7)]
 
 

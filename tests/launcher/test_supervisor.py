@@ -34,7 +34,7 @@ from lastwords.launcher.events import (
     Enter,
     Guarded,
     Kill,
-    Left,
+    Leaving,
     Look,
     Lost,
     Over,
@@ -45,7 +45,7 @@ from lastwords.launcher.events import (
 )
 from lastwords.launcher.events import Seat as Given
 from lastwords.launcher.host import Host, Program
-from lastwords.launcher.processes import Seat
+from lastwords.launcher.processes import RankSeat
 from lastwords.launcher.protocol import Beat, Done, FromSupervisor
 from lastwords.launcher.scheduler import Scheduler
 from lastwords.launcher.supervisor import Supervisor, become_supervisor
@@ -111,7 +111,7 @@ def test_what_the_scheduler_orders_is_done_with_its_rank(one: Supervisor) -> Non
 
 
 def test_what_happens_to_its_rank_is_said_to_the_scheduler(one: Supervisor) -> None:
-    said = [Guarded(1), Begun(1), Updated(1), Stopped(1), Over(1), Left(1, 7), Ended(1, -9)]
+    said = [Guarded(1), Begun(1), Updated(1), Stopped(1), Over(1), Leaving(1, 7), Ended(1, -9)]
     for event in (Ready(1), *said):
         one._report(event)
     assert one._membership.said == said
@@ -219,7 +219,7 @@ def test_a_rank_that_is_told_to_end_while_it_is_forked_ends_and_nobody_else(
     """Until then there is no process of it, whose number is 0: that of a whole process group."""
     kill, signals = os.kill, list[tuple[int, int]]()
     forks: Any = SimpleNamespace(pid=1, fork=lambda _: None, look=lambda: None)
-    seat = Seat(sys.executable, ("-u", "train.py"), {})
+    seat = RankSeat(sys.executable, ("-u", "train.py"), {})
     with selectors.DefaultSelector() as selector:
         program = Program(sys.executable, is_module=False, threads=1)
         host = Host({1: seat}, program, selector, lambda _: None, forks)

@@ -20,7 +20,7 @@ import torch
 import lastwords
 from lastwords.errors import BusyError, ConfigError, IncompleteError, LastWordsError, MismatchError, StorageError
 from lastwords.launcher import fork_server, new_process, worker
-from lastwords.launcher.events import Begun, Guarded, Left, Over, Updated
+from lastwords.launcher.events import Begun, Guarded, Leaving, Over, Updated
 from lastwords.launcher.link import Lines
 from lastwords.launcher.new_process import EXIT_BUSY, EXIT_REFUSED
 from lastwords.launcher.protocol import (
@@ -28,13 +28,13 @@ from lastwords.launcher.protocol import (
     ControllerWanted,
     Dismissed,
     FromRank,
-    Hello,
-    Raised,
+    RankHello,
+    RankRaised,
     ToRank,
     read,
     to_message,
 )
-from lastwords.launcher.registry import Refused
+from lastwords.launcher.registry import Rejected
 from lastwords.optim_wrapper.launch import reporter
 from lastwords.optim_wrapper.launch.reporter import LAUNCHER, PROTOCOL, Reporter, listening
 from lastwords.optim_wrapper.trainer import run as run_module
@@ -125,9 +125,9 @@ class Launcher:
     def say(self, order: ToRank) -> None:
         self.link.sendall(json.dumps(to_message(order)).encode() + b"\n")
 
-    def heard(self) -> list[Hello | FromRank]:
+    def heard(self) -> list[RankHello | FromRank]:
         """At least one message."""
-        return [read(one, Hello | FromRank, RANK) for one in self._lines.feed(self.link.recv(1 << 20))]
+        return [read(one, RankHello | FromRank, RANK) for one in self._lines.feed(self.link.recv(1 << 20))]
 
     def close(self) -> None:
         self._server.close()
@@ -153,15 +153,15 @@ def test_what_happens_to_a_rank_is_said_in_order_after_who_it_is(launcher: Launc
     rank.left(0, None)
     rank.raised("ValueError: bad batch", lasting=False)
     assert launcher.heard() == [
-        Hello(RANK, os.getpid(), PROTOCOL),
+        RankHello(RANK, os.getpid(), PROTOCOL),
         Guarded(RANK, ""),
         Guarded(RANK, "/dev/shm/state"),
         Begun(RANK, 31, "", lacks=""),
         Updated(RANK),
         Over(RANK),
-        Left(RANK, 32, "/ckpt/logs/incidents.jsonl"),
-        Left(RANK, 0, ""),
-        Raised("ValueError: bad batch", lasting=False),
+        Leaving(RANK, 32, "/ckpt/logs/incidents.jsonl"),
+        Leaving(RANK, 0, ""),
+        RankRaised("ValueError: bad batch", lasting=False),
     ]
 
 
@@ -222,7 +222,7 @@ def test_where_the_launcher_can_make_no_controller_the_rank_starts_one(launcher:
 
 def test_a_rank_of_another_version_is_refused_with_what_to_do(launcher: Launcher) -> None:
     launcher.rank.updated()
-    launcher.say(Refused("rank 3 speaks version 7 of this protocol, not 8: install the same version everywhere"))
+    launcher.say(Rejected("rank 3 speaks version 7 of this protocol, not 8: install the same version everywhere"))
     with golden.raises(ConfigError):
         launcher.rank.controller([], {}, "log")
 
@@ -235,7 +235,7 @@ def test_a_child_that_a_rank_has_forked_says_nothing(launcher: Launcher) -> None
         os._exit(0 if reporter.reporter() is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     launcher.rank.updated()
-    assert launcher.heard() == [Hello(RANK, os.getpid(), PROTOCOL), Updated(RANK)]
+    assert launcher.heard() == [RankHello(RANK, os.getpid(), PROTOCOL), Updated(RANK)]
 
 
 def test_a_rank_that_could_not_be_forked_finds_its_launcher_in_the_environment_and_its_children_do_not(
@@ -305,7 +305,7 @@ def test_the_launcher_hears_what_has_left_the_script_and_whether_it_would_come_a
         place(error)
     new_process._tell(raised.value)
     _, said = launcher.heard()
-    assert isinstance(said, Raised)
+    assert isinstance(said, RankRaised)
     assert said.lasting is lasting
     assert said.error.endswith(str(error))
 

@@ -114,7 +114,7 @@ def test_a_stopped_watch_does_not_call_back(line: LifeLine, monkeypatch: pytest.
 
 def test_a_call_back_may_stop_its_own_watch(line: LifeLine) -> None:
     ends = Ends()
-    watches: list[robust_mutex.Watch] = []
+    watches: list[robust_mutex.LifeWatch] = []
     ready = threading.Event()
 
     def on_end(kind: EndKind) -> None:

@@ -17,7 +17,7 @@ from lastwords.checkpoint.meta import StepDocument
 from lastwords.checkpoint.storable import Place
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state import attributes, generators, object_walk
-from lastwords.optim_wrapper.state.attributes import Attributes, Saved, differing, of_job, saved_in
+from lastwords.optim_wrapper.state.attributes import Attributes, SavedValues, differing, of_job, saved_in
 from lastwords.optim_wrapper.state.object_walk import Walk
 from lastwords.optim_wrapper.state.state_view import UnitView
 from tests import golden
@@ -83,7 +83,7 @@ def move(net: Any) -> None:
     net.come = OrderedDict(a=(1, True))
 
 
-def everything(watch: Attributes) -> Saved:
+def everything(watch: Attributes) -> SavedValues:
     """As it is read back."""
     return saved_in(StepDocument(**json.loads(b"{%s}" % watch.document()[1:])), "x")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensors, Kept
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors
 from lastwords.optim_wrapper.capture.buffers import ExtraBuffers, SavedForms
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -118,7 +118,7 @@ def test_memory_that_is_freed_behind_an_offset_is_not_read(tmp_path: Path) -> No
     base = torch.arange(float(1 << 20))
     table = {"w": base[-4:]}
     tensors = BoxTensors()
-    tensors.add(Kept("model/w", "w", table, "w", optional=True))
+    tensors.add(BoxTensor("model/w", "w", table, "w", optional=True))
     made = boxed(tmp_path, tensors)
     made.committed(1, b"{}")
     base.untyped_storage().resize_(16)
@@ -129,7 +129,7 @@ def test_memory_that_is_freed_behind_an_offset_is_not_read(tmp_path: Path) -> No
 def test_a_tensor_that_becomes_sparse_ends_no_training(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.ones(4))
     tensors = BoxTensors()
-    tensors.add(Kept("model/w", "w", {"w": weight}, "w", optional=True))
+    tensors.add(BoxTensor("model/w", "w", {"w": weight}, "w", optional=True))
     made = boxed(tmp_path, tensors)
     made.committed(1, b"{}")
     torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4).to_sparse()))
@@ -167,7 +167,7 @@ def test_a_shortage_of_memory_is_told_once(tmp_path: Path, monkeypatch: pytest.M
     tensors = BoxTensors()
     for number in table:
         what = "the gradients that are carried from step to step"
-        tensors.add(Kept(f"grad/{number}", what, table, number, late=True, optional=True, alone=True))
+        tensors.add(BoxTensor(f"grad/{number}", what, table, number, late=True, optional=True, alone=True))
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(tensors.regions))
 
     def full(*_: object) -> None:

@@ -75,7 +75,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what a thread has copied, without regard to how little it is."""
     monkeypatch.setattr(module, "BESIDE_BYTES_MIN", 0)
     beside: list[str] = []
-    put = module._File.put
+    put = module._CopyFile.put
 
     def watched(self: Any, piece: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -83,7 +83,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             MAY_COPY.wait()
         put(self, piece)
 
-    monkeypatch.setattr(module._File, "put", watched)
+    monkeypatch.setattr(module._CopyFile, "put", watched)
     return beside
 
 
@@ -121,7 +121,7 @@ def test_a_validation_with_averaged_weights_is_in_no_copy(
 ) -> None:
     """Not comparing what has been copied is the control."""
     if not compares:
-        monkeypatch.setattr(module._File, "has", lambda *_: True)
+        monkeypatch.setattr(module._CopyFile, "has", lambda *_: True)
     loop = Loop(tmp_path)
     for _ in range(4):
         loop.train()

@@ -16,7 +16,7 @@ from lastwords.checkpoint.entries import facts_problem
 from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.rank_local import BeforeCollective
 from lastwords.optim_wrapper.ddp import ddp_found
-from lastwords.optim_wrapper.ddp.ddp_found import Beside, holding, known_ddps
+from lastwords.optim_wrapper.ddp.ddp_found import ModulesBeside, holding, known_ddps
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.state.state_view import UnitView
 
@@ -132,7 +132,7 @@ def test_names_beside_the_model_are_given_by_no_naming(group: None) -> None:
     view = UnitView(generator, torch.optim.SGD(trained, 0.1), names=lambda own: f"stage0.{own}")
     assert "stage0.weight" in view.names().parameters
     assert "~beside1.1.running_mean" in view.names().buffers
-    assert isinstance(view.model, Beside)
+    assert isinstance(view.model, ModulesBeside)
 
 
 def test_a_damaged_record_of_several_ddps_is_named() -> None:

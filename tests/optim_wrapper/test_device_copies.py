@@ -196,7 +196,7 @@ def test_what_is_something_else_while_it_is_copied_is_no_copy(
 ) -> None:
     tensors = [torch.zeros(300, device=device) for _ in range(3)]
     sources = [Staged(tensor, staged_bytes) for tensor in tensors]
-    copies, file = DeviceCopies(), whole_copies._File(mmap.mmap(-1, 1 << 14))
+    copies, file = DeviceCopies(), whole_copies._CopyFile(mmap.mmap(-1, 1 << 14))
     mark, copy = copies.mark(sources), device_copies.foreach_copy
 
     def copied(*what: Any, **how: Any) -> None:
@@ -280,7 +280,7 @@ def test_behind_a_stream_that_waits_for_a_dead_peer_nobody_waits(
 
 
 def test_tensors_without_a_byte_are_copied_at_once(device: str) -> None:
-    copies, file = DeviceCopies(), whole_copies._File(mmap.mmap(-1, 1 << 14))
+    copies, file = DeviceCopies(), whole_copies._CopyFile(mmap.mmap(-1, 1 << 14))
     mark = copies.mark([Staged(torch.empty(0, device=device), staged_bytes)])
     assert copies.copy(mark, file, [slice(4096, 4096)])
 
@@ -293,7 +293,7 @@ def test_memory_that_was_freed_is_not_read(device: str, tmp_path: Path) -> None:
     tensors[1].untyped_storage().resize_(0)
     assert marks.changed(mark) == [1]
     assert not copies.copy(
-        copied, whole_copies._File(mmap.mmap(-1, 1 << 24)), [slice(0, 1 << 22), slice(1 << 22, 1 << 23)]
+        copied, whole_copies._CopyFile(mmap.mmap(-1, 1 << 24)), [slice(0, 1 << 22), slice(1 << 22, 1 << 23)]
     )
 
 

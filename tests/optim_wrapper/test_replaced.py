@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.errors import FormatError
 from lastwords.optim_wrapper.state import attributes, object_walk
-from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes, Saved, saved_in
+from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes, SavedValues, saved_in
 from lastwords.optim_wrapper.state.object_walk import Walk
 from tests import golden
 from tests.ledgers import told
@@ -296,7 +296,7 @@ def test_items_of_large_containers_cost_nothing_and_documents_do_not_add_up(monk
 def test_what_constructors_have_made_is_put_back_even_where_it_cannot_be_stored() -> None:
     for first in (torch.zeros(100_000), defaultdict(lambda: 0), 1 << 9000):
         net = made(it=first)
-        stored = Saved({"model": {"it": ({"plain": None}, {})}}, {})
+        stored = SavedValues({"model": {"it": ({"plain": None}, {})}}, {})
         watch = watched(net)
         as_constructed = watch.now(stored.values)
         watch.restore(stored)

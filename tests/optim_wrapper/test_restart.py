@@ -337,7 +337,9 @@ def test_what_one_rank_alone_cannot_read_ends_all_ranks_at_once_with_its_cause(
             return error
         return None
 
-    monkeypatch.setattr(load, "_check", lambda path, manifest, os: load.Found(path, load.Status.COMPLETE, "", manifest))
+    monkeypatch.setattr(
+        load, "_check", lambda path, manifest, os: load.Found(path, load.DirectoryStatus.COMPLETE, "", manifest)
+    )
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(resumed, range(2)))
     if where == "nowhere":  # negative control

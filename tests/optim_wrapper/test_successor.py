@@ -12,8 +12,8 @@ import pytest
 
 from lastwords.controller import handover, launch
 from lastwords.controller.events import Outcome, OutcomeKind, Remember
-from lastwords.controller.handover import ControllerSpec, KeptState, Owner, StateFile
-from lastwords.controller.membership import Memory
+from lastwords.controller.handover import ControllerSpec, KeptState, StateFile, StateOwner
+from lastwords.controller.membership import JobMemory
 from lastwords.errors import UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.optim_wrapper.launch import successor
@@ -38,8 +38,8 @@ def state_of(pid: int, root: Path) -> Path:
     path = paths.state_path("leaving", 1, "5f3a", root=root)
     path.parent.mkdir(mode=0o700)
     spec = ControllerSpec("127.0.0.1", 30051, "leaving", 1, 2, root, nonce="5f3a")
-    owner = Owner(pid, process_id.start_ticks(pid))
-    StateFile(path, owner, spec, "t0ken").write(Remember((), Memory(outcome=SAVED)))
+    owner = StateOwner(pid, process_id.start_ticks(pid))
+    StateFile(path, owner, spec, "t0ken").write(Remember((), JobMemory(outcome=SAVED)))
     return path
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.attributes import Attributes, Saved, saved_in
+from lastwords.optim_wrapper.state.attributes import Attributes, SavedValues, saved_in
 from lastwords.optim_wrapper.state.object_walk import Shadow
 from tests import golden
 from tests.ledgers import told
@@ -58,7 +58,7 @@ def train(trainer: Trainer, pool: list[torch.Tensor], recent: deque[int], slow: 
     slow += 1
 
 
-def saved(watch: Attributes) -> Saved:
+def saved(watch: Attributes) -> SavedValues:
     """As it is read back."""
     return saved_in(StepDocument(**json.loads(b"{%s}" % watch.document()[1:])), "x")
 
@@ -72,9 +72,9 @@ def run(act: Callable[..., None], watch: Attributes | None = None) -> Attributes
     return watch
 
 
-def taken(act: Callable[..., None] = train, **more: Any) -> tuple[Saved, Attributes]:
+def taken(act: Callable[..., None] = train, **more: Any) -> tuple[SavedValues, Attributes]:
     """What is saved of a loop in which a step does this."""
-    found: list[Saved] = []
+    found: list[SavedValues] = []
 
     def step(*of: Any) -> None:
         watch.look()

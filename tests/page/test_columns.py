@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.page.columns import COLUMNS, KINDS, LETTERS, Look, compact, difference, odd_rows, runs, spans
+from lastwords.page.columns import COLUMNS, KINDS, LETTERS, JobLook, compact, difference, odd_rows, runs, spans
 from lastwords.state import ControllerState, OpenIncident, RankState
 from lastwords.vocabulary import Phase
 from tests.page.fake_controller import rank_of, state_of
@@ -17,8 +17,8 @@ from tests.page.fake_controller import rank_of, state_of
 NEVER_CAME = RankState(3, None, None, connected=False, dead=False, heard_s=-1.0)
 
 
-def look_at(state: ControllerState, **more: Any) -> Look:
-    return Look(state, "node:1", **more)
+def look_at(state: ControllerState, **more: Any) -> JobLook:
+    return JobLook(state, "node:1", **more)
 
 
 def applied(told: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_an_incident_is_told_while_it_is_open_and_the_controller_answers() -> No
 
 
 def test_before_the_first_answer_there_is_nothing_but_the_reason() -> None:
-    told = compact(Look(note="none"))
+    told = compact(JobLook(note="none"))
     assert told["world"] == 0
     assert told.keys() == compact(look_at(state_of(2))).keys(), "a browser may rely on the keys"
 

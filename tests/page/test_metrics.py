@@ -9,14 +9,14 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from lastwords.page import metrics
-from lastwords.page.columns import Look
+from lastwords.page.columns import JobLook
 from lastwords.page.incidents import CAUSES, OUTCOMES
 from lastwords.state import OpenIncident
 from tests.page.fake_controller import rank_of, state_of
 from tests.page.test_incidents import RECOVERED, SAVED, read
 
 CHECKPOINT = {"complete": True, "kind": "periodic", "step": 30, "bytes": 5_000, "exact": True, "unix_s": 990.0}
-LOOK = Look(
+LOOK = JobLook(
     state_of(1000, open_=OpenIncident("r", 1.0, 77), stage="saving"),
     "node:1",
     steps_per_s=2.5,
@@ -25,12 +25,12 @@ LOOK = Look(
 )
 
 
-def families(look: Look) -> dict[str, Metric]:
+def families(look: JobLook) -> dict[str, Metric]:
     text = metrics.text(look, now_unix_s=1000.0, streams=2, requests=9).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def value(look: Look, name: str, **labels: str) -> float:
+def value(look: JobLook, name: str, **labels: str) -> float:
     (found,) = (
         sample.value for one in families(look).values() for sample in one.samples
         if sample.name == f"lastwords_{name}" and sample.labels == labels
@@ -66,7 +66,7 @@ def test_no_label_is_a_ranks_but_of_two_names() -> None:
 
 
 def test_a_counter_is_there_before_the_first_incident_so_that_its_increase_is_seen() -> None:
-    before = Look(note="none")
+    before = JobLook(note="none")
     assert value(before, "incidents_total", cause="death", outcome="NOT_SAVED") == 0
     assert value(before, "steps_lost_total") == 0
 
@@ -74,12 +74,12 @@ def test_a_counter_is_there_before_the_first_incident_so_that_its_increase_is_se
 def test_steps_that_are_done_again_are_counted() -> None:
     refused = {**SAVED, "outcome": "NOT_SAVED", "step": 0, "path": ""}
     resumed = {**RECOVERED, "step": 20}
-    assert value(Look(incidents=read(refused, resumed, resumed)), "steps_lost_total") == 2 * (31 - 20)
-    assert value(Look(incidents=read(SAVED, RECOVERED)), "steps_lost_total") == 0
+    assert value(JobLook(incidents=read(refused, resumed, resumed)), "steps_lost_total") == 2 * (31 - 20)
+    assert value(JobLook(incidents=read(SAVED, RECOVERED)), "steps_lost_total") == 0
 
 
 def test_of_a_controller_that_does_not_answer_only_that_is_told_and_what_the_files_say() -> None:
-    gone = Look(LOOK.state, "node:1", note="no answer", incidents=LOOK.incidents)
+    gone = JobLook(LOOK.state, "node:1", note="no answer", incidents=LOOK.incidents)
     assert value(gone, "controller_up") == 0
     assert "lastwords_step" not in families(gone)
     assert value(gone, "recoveries_total") == 1
@@ -87,8 +87,8 @@ def test_of_a_controller_that_does_not_answer_only_that_is_told_and_what_the_fil
 
 def test_a_dead_rank_is_not_up() -> None:
     state = dataclasses.replace(state_of(2), ranks=(rank_of(0, 5), rank_of(1, 5, dead=True)))
-    assert value(Look(state, "node:1"), "rank_up", rank="1") == 0
+    assert value(JobLook(state, "node:1"), "rank_up", rank="1") == 0
 
 
 def test_before_the_job_there_is_something_to_scrape() -> None:
-    assert value(Look(note="none"), "controller_up") == 0
+    assert value(JobLook(note="none"), "controller_up") == 0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.page.columns import Look
-from lastwords.page.watch import UNREAD_MAX, Files, Stream, Watch
+from lastwords.page.columns import JobLook
+from lastwords.page.watch import UNREAD_MAX, BrowserStream, JobFiles, JobWatch
 from lastwords.state import ControllerState
 from tests.checkpoint.states import Job
 from tests.page.fake_controller import state_of
@@ -31,7 +31,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_only_whole_lines_are_read_and_each_once(log: Path, tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = JobFiles(tmp_path)
     assert files.look().incidents.newest_id == len(LINE) + 1
     with log.open("a") as file:
         file.write(json.dumps(RECOVERED))
@@ -43,7 +43,7 @@ def test_only_whole_lines_are_read_and_each_once(log: Path, tmp_path: Path) -> N
 
 
 def test_a_file_that_was_cut_or_replaced_is_read_anew(log: Path, tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = JobFiles(tmp_path)
     files.look()
     other = log.with_name("other")
     other.write_text(f"{LINE}\n{LINE}\n")
@@ -54,7 +54,7 @@ def test_a_file_that_was_cut_or_replaced_is_read_anew(log: Path, tmp_path: Path)
 
 
 def test_a_directory_may_come_later_and_go(log: Path, tmp_path: Path) -> None:
-    files = Files(tmp_path / "later")
+    files = JobFiles(tmp_path / "later")
     assert files.look().note
     shutil.copytree(log.parent, tmp_path / "later" / "logs")
     found = files.look()
@@ -68,11 +68,11 @@ def test_a_directory_may_come_later_and_go(log: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in Files(tmp_path / "file").look().note
+    assert str(tmp_path / "file") in JobFiles(tmp_path / "file").look().note
 
 
 def test_checkpoints_are_listed_the_newest_first(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = JobFiles(tmp_path)
     assert files.look().checkpoints == ()
     for step in (5, 9):
         Job().save(tmp_path, step)
@@ -81,10 +81,10 @@ def test_checkpoints_are_listed_the_newest_first(tmp_path: Path) -> None:
 
 def test_a_browser_that_does_not_read_is_dropped_and_the_others_are_not() -> None:
     async def course() -> None:
-        watch, slow, fast = Watch(None, None), Stream(), Stream()
+        watch, slow, fast = JobWatch(None, None), BrowserStream(), BrowserStream()
         with watch.opened(slow), watch.opened(fast):
             for step in range(UNREAD_MAX + 5):
-                watch.tell(Look(state_of(4, step)), whole=False)
+                watch.tell(JobLook(state_of(4, step)), whole=False)
                 await fast.messages.get()
             assert watch.streams == {fast}
             assert [message async for message in slow] == []
@@ -100,7 +100,7 @@ class Clock:
         monkeypatch.setattr("lastwords.page.watch.clock.mono_s", lambda: self.now_s)
 
 
-class Told(Watch):
+class Told(JobWatch):
     """Of a controller that says these states in turn, and takes so long for each."""
 
     def __init__(self, clock: Clock, states: Iterable[ControllerState], takes_s: float = 0.01) -> None:
@@ -112,7 +112,7 @@ class Told(Watch):
         self._clock.now_s += self._takes_s
         return "node:1", next(self._states)
 
-    def looks(self, count: int, apart_s: float) -> list[Look]:
+    def looks(self, count: int, apart_s: float) -> list[JobLook]:
         """At so many instants."""
         found = []
         for _ in range(count):
@@ -139,11 +139,11 @@ def test_that_a_job_has_resumed_is_no_progress(monkeypatch: pytest.MonkeyPatch) 
 
 def test_who_comes_gets_the_whole_state_first_and_nothing_is_sent_when_nothing_has_changed() -> None:
     async def course() -> list[str]:
-        watch, stream = Watch(None, None), Stream()
+        watch, stream = JobWatch(None, None), BrowserStream()
         with watch.opened(stream):
             for step in (1, 1, 2):
-                watch.tell(Look(state_of(4, step)), whole=False)
-            watch.tell(Look(state_of(4, 2)), whole=True)
+                watch.tell(JobLook(state_of(4, step)), whole=False)
+            watch.tell(JobLook(state_of(4, 2)), whole=True)
         return [stream.messages.get_nowait()[0] for _ in range(stream.messages.qsize())]  # type: ignore[index]
 
     assert asyncio.run(course()) == ["state", "diff", "diff", "state"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lastwords.core_events import Tick
 from lastwords.processor.core import ProcessorCore, ProcessorOptions
-from lastwords.processor.events import Effect, Event, FromController, SendReport, SessionUp, Tick
+from lastwords.processor.events import Effect, Event, FromController, SendReport, SessionUp
 from lastwords.vocabulary import Exit, ExitKind, Freeze, Order, Phase, Proceed, Report, Resume, Save, Stand
 
 GENERATION = 4

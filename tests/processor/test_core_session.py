@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lastwords.core_events import Log, Tick
 from lastwords.processor.core import ProcessorOptions
-from lastwords.processor.events import (
-    Leave,
-    Log,
-    PassOn,
-    Released,
-    SaveFinished,
-    SayHello,
-    SessionDown,
-    SessionUp,
-    Tick,
-)
+from lastwords.processor.events import Leave, PassOn, Released, SaveFinished, SayHello, SessionDown, SessionUp
 from lastwords.vocabulary import (
     DeathSource,
     Left,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
+from lastwords.core_events import Tick
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import (
@@ -89,7 +90,7 @@ class Story:
         given.pop("fallback", None)
         options = replace(options, **{name: float(value) for name, value in given.items()})
         self.controller = ControllerCore(count, GENERATION, options)
-        self._tell(to_controller.Tick())
+        self._tell(Tick())
         for rank in range(count):
             core = ProcessorCore(rank, GENERATION)
             process = ProcessId(f"host-{hosts[rank]}", 1000 + rank, 7, f"nonce{rank}")
@@ -263,9 +264,9 @@ class Story:
             at_s, rank = min(due)
             self.now_s = max(self.now_s, at_s)
             if rank < 0:
-                self._tell(to_controller.Tick())
+                self._tell(Tick())
             else:
-                self._tell_rank(rank, to_processor.Tick())
+                self._tell_rank(rank, Tick())
             self._settle_down()
         self.now_s = until_s
 
@@ -362,7 +363,7 @@ class Story:
                     self.lines.append(controller_line(effect))
                     if isinstance(effect, to_controller.StartVerify | to_controller.StartPublish):
                         self.storage = effect
-                    self.stopped = self.stopped or isinstance(effect, to_controller.Stop)
+                    self.stopped = self.stopped or isinstance(effect, to_controller.EndController)
         for effect in effects:
             if isinstance(effect, to_controller.LookForNewest):
                 self._tell(to_controller.NewestKnown(effect.incident, 0, ""))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lastwords.controller.context import JobContext
-from lastwords.controller.events import NEXT_STATES, State
+from lastwords.controller.events import NEXT_STATES, JobStage
 from tests.scenarios.test_transcripts import TRANSCRIPTS, retell
 
-Move = tuple[State, State]
+Move = tuple[JobStage, JobStage]
 
 
 class WatchedContext(JobContext):
@@ -17,11 +17,11 @@ class WatchedContext(JobContext):
     moves: set[Move] = set()  # noqa: RUF012 (shared by all contexts of one test on purpose)
 
     @property  # type: ignore[override]
-    def state(self) -> State:
+    def state(self) -> JobStage:
         return self.__dict__["watched"]  # type: ignore[no-any-return]
 
     @state.setter
-    def state(self, after: State) -> None:
+    def state(self, after: JobStage) -> None:
         before = self.__dict__.get("watched", after)
         if before is not after:
             WatchedContext.moves.add((before, after))
@@ -45,5 +45,5 @@ def test_the_transcripts_make_every_move_of_the_table_and_no_other(moves: set[Mo
 
 
 def test_nothing_leads_back_to_training_but_settling() -> None:
-    back = {before for before, following in NEXT_STATES.items() if State.WATCHING in following}
-    assert back == {State.REGISTERING, State.SETTLING}
+    back = {before for before, following in NEXT_STATES.items() if JobStage.WATCHING in following}
+    assert back == {JobStage.REGISTERING, JobStage.SETTLING}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lastwords.controller import events as to_controller
+from lastwords.core_events import Log
 from lastwords.processor import events as to_processor
 from lastwords.vocabulary import (
     NO_SCHEDULE,
@@ -132,11 +133,11 @@ def controller_line(effect: to_controller.Effect) -> str:
             return f"ctl publishes a{effect.attempt} of step {effect.step} ({why}{lost})"
         case to_controller.Discard():
             return f"ctl discards a{effect.attempt} of step {effect.step}"
-        case to_controller.Keep():
+        case to_controller.KeepParts():
             return f"ctl keeps a{effect.attempt} of step {effect.step} for a human"
-        case to_controller.Log():
+        case Log():
             return f"ctl says: {effect.text}"
-        case to_controller.Stop():
+        case to_controller.EndController():
             return f"ctl stops: {effect.reason}"
         case _:
             raise AssertionError(effect)
@@ -153,7 +154,7 @@ def processor_line(rank: int, effect: to_processor.Effect) -> str | None:
             return f"{rank} leaves: {effect.reason}"
         case to_processor.Released():
             return f"{rank} is released"
-        case to_processor.Log():
+        case Log():
             return f"{rank} says: {effect.text}"
         case _:
             return None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from lastwords.sharding import verify
-from lastwords.sharding.verify import Difference, compare
+from lastwords.sharding.verify import HolderDifference, compare
 from tests import golden
 
 NAMES = ("unit/u/model/a.weight", "unit/u/optim/a.weight/exp_avg", "unit/u/model/b.weight", "unit/u/buffer/mask")
@@ -38,12 +38,12 @@ def test_nothing_to_compare_is_no_difference() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_of_three_holders_the_odd_one_is_named_with_its_tensor(rank: int, tensor: str) -> None:
     others = tuple(other for other in range(3) if other != rank)
-    assert compare(job(3, (rank, tensor, 99))) == [Difference("u", tensor, (rank,), True, (others, (rank,)), 1)]
+    assert compare(job(3, (rank, tensor, 99))) == [HolderDifference("u", tensor, (rank,), True, (others, (rank,)), 1)]
 
 
 def test_of_two_holders_nobody_can_tell() -> None:
     (found,) = compare(job(2, (1, A_MOMENT, 99)))
-    assert found == Difference("u", A_MOMENT, (0, 1), False, ((0,), (1,)), 1)
+    assert found == HolderDifference("u", A_MOMENT, (0, 1), False, ((0,), (1,)), 1)
 
 
 def test_two_against_two_is_no_majority() -> None:
@@ -77,7 +77,7 @@ def test_two_wrong_ranks_of_five_are_both_named() -> None:
 def test_a_tensor_that_one_holder_lacks_is_a_difference() -> None:
     digests = job(3)
     del digests[1]["u"][MASK]  # type: ignore[attr-defined]
-    assert compare(digests) == [Difference("u", MASK, (1,), True, ((0, 2), (1,)), 1)]
+    assert compare(digests) == [HolderDifference("u", MASK, (1,), True, ((0, 2), (1,)), 1)]
 
 
 def test_a_tensor_that_only_one_holder_has_is_a_difference() -> None:

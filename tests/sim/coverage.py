@@ -6,12 +6,12 @@ from typing import Any
 
 from lastwords.controller.context import JobContext
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import NEXT_STATES, ControllerOptions, State
+from lastwords.controller.events import NEXT_STATES, ControllerOptions, JobStage
 from lastwords.processor.core import PARKED, TRANSITIONS, ProcessorCore
 from lastwords.vocabulary import Phase
 
 PhaseStep = tuple[Phase, str, Phase]
-StateStep = tuple[State, State]
+StateStep = tuple[JobStage, JobStage]
 
 WANTED_PHASES: frozenset[PhaseStep] = frozenset(
     (before, call, after) for table in (TRANSITIONS, PARKED) for (before, call), after in table.items()
@@ -51,11 +51,11 @@ class _WatchedContext(JobContext):
         self.__dict__["seen"] = seen
 
     @property
-    def state(self) -> State:
+    def state(self) -> JobStage:
         return self.__dict__["state"]  # type: ignore[no-any-return]
 
     @state.setter
-    def state(self, after: State) -> None:
+    def state(self, after: JobStage) -> None:
         before = self.__dict__.get("state")
         if before is not None and before is not after and "seen" in self.__dict__:
             self.__dict__["seen"].add((before, after))

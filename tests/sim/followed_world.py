@@ -15,6 +15,7 @@ from lastwords.clock import OwnTime
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions, Remember
+from lastwords.core_events import Log, Tick
 from lastwords.vocabulary import DeathSource, Report
 from tests.sim.followed_schedule import IN_TIME_S, Followers
 from tests.sim.ledger import Life
@@ -171,7 +172,7 @@ class FollowedWorld(PeriodicWorld):
         if self.acting == self.side:
             if isinstance(effect, Remember):
                 self.kept = effect
-            elif not isinstance(effect, to_controller.Log):
+            elif not isinstance(effect, Log):
                 self.kept_at_last_act = self.kept
         super()._carry_out(effect)
 
@@ -259,7 +260,7 @@ class FollowedWorld(PeriodicWorld):
         self.troubles = replace(self.troubles, controller_pause=(0.0, 0.0))  # it was the older one that was stopped
         self._begin_anew()
         self._announce_the_dead()
-        self.feed_controller(to_controller.Tick())
+        self.feed_controller(Tick())
         again_s = self.followers.again_s[self.follows - 1] if self.follows <= len(self.followers.again_s) else 0.0
         if again_s:
             self.after(again_s, self.strike, Fault("kill_controller", Trigger(time_s=self.now_s + again_s)))

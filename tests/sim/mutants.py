@@ -15,9 +15,9 @@ from unittest import mock
 
 from lastwords.controller import core as controller_core
 from lastwords.controller import selection
-from lastwords.controller.context import Resumed
+from lastwords.controller.context import IncidentResumed
 from lastwords.controller.core import ControllerCore
-from lastwords.controller.events import State
+from lastwords.controller.events import JobStage
 from lastwords.controller.incident import Incident
 from lastwords.controller.membership import Life
 from lastwords.processor.core import ProcessorCore
@@ -72,14 +72,14 @@ def _carry_out_the_dead_ranks_step(self: Any, decision: Any) -> None:
 
 
 def _publish_at_once(self: Any) -> None:
-    if self._context.state is State.SAVING and not self.saving.writing:
-        self._context.state = State.PUBLISHING
+    if self._context.state is JobStage.SAVING and not self.saving.writing:
+        self._context.state = JobStage.PUBLISHING
         self.saving.start_publish(self.words(), self.causes.ranks)
 
 
 def _resume_after_select(self: Any, rank: int, *, was_dead: bool) -> None:
     if self._selected and self.verdict is None:
-        self.verdict = Resumed()
+        self.verdict = IncidentResumed()
     else:
         _shipped_on_return(self, rank, was_dead=was_dead)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lastwords.controller.periodic import Periodic
-from lastwords.processor.core import RankState
+from lastwords.processor.core import CoreState
 from lastwords.processor.participation import Snapshots
 from lastwords.vocabulary import Phase, Saved, SaveFailed
 from tests.sim import behind
@@ -37,7 +37,7 @@ def _never_missed(self: Any, ended_step: int) -> None:
     pass
 
 
-def _due_after_the_update(self: RankState) -> Any:
+def _due_after_the_update(self: CoreState) -> Any:
     order = self._snapshots.due(self.ended_step)
     return order if self.phase is Phase.UPDATED and not self._part.incident and not self._leaving else None
 
@@ -102,7 +102,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy-after-the-update": Mutant(
         "a rank copies its state at the end of the next step, when its optimizer has written",
-        {"lastwords.processor.core.RankState.copy_due": property(_due_after_the_update)},
+        {"lastwords.processor.core.CoreState.copy_due": property(_due_after_the_update)},
         (_I1,),
         small="periodic",
         seeds=(1, 4, 15),

@@ -29,7 +29,8 @@ from typing import Any
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
-from lastwords.controller.events import State as ControllerState
+from lastwords.controller.events import JobStage as ControllerState
+from lastwords.core_events import Tick
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import (
@@ -375,7 +376,7 @@ class SmallWorld(World):
             due_s = self.trainers[action[1]].core.deadline_s
             assert due_s is not None
             self.own_s = due_s
-            self.feed(self.trainers[action[1]], to_processor.Tick())
+            self.feed(self.trainers[action[1]], Tick())
             self.own_s = 0.0  # a rank has one timer, and it has run out: its clock can start anew
         elif kind == "died":
             self._announce(action[1])
@@ -387,7 +388,7 @@ class SmallWorld(World):
             due_s = self.controller.deadline_s
             assert due_s is not None
             self.controller_clock_s = max(due_s, self.controller_clock_s)
-            self.feed_controller(to_controller.Tick())
+            self.feed_controller(Tick())
         elif kind == "kill":
             trainer = self.trainers[action[1]]
             del self.up[trainer.rank][action[2] :]

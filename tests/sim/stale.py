@@ -6,6 +6,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from lastwords.controller import events as to_controller
+from lastwords.core_events import Log, Tick
 from lastwords.processor import events as to_processor
 from lastwords.vocabulary import (
     DeathSource,
@@ -125,7 +126,7 @@ def inject(world: TimedWorld, rank: int) -> None:
 
 
 def _inject_above(world: TimedWorld, rank: int, report: Report) -> None:
-    world.feed_controller(to_controller.Tick())
+    world.feed_controller(Tick())
     if not world.controller_lives or (type(report) is Hello and rank not in world.known):
         return  # the first Hello of a rank is taken, whoever says it
     world.tell("fault", f"the controller gets {report}")
@@ -137,7 +138,7 @@ def _inject_above(world: TimedWorld, rank: int, report: Report) -> None:
 
 def _inject_below(world: TimedWorld, rank: int, order: Order) -> None:
     core = world.trainers[rank].core
-    world.feed(world.trainers[rank], to_processor.Tick())
+    world.feed(world.trainers[rank], Tick())
     world.tell("fault", f"rank {rank} gets {order}")
     before = fingerprint(core)
     core.handle(to_processor.FromController(order), world.rank_now_s(world.trainers[rank]))
@@ -152,8 +153,8 @@ def _says_it_is_over(effect: Any) -> bool:
     return isinstance(effect, to_controller.Send) and isinstance(effect.order, Resume)
 
 
-_HARMLESS_ABOVE = (to_controller.Reply, to_controller.Log)
-_HARMLESS_BELOW = (to_processor.Wake, to_processor.Log)
+_HARMLESS_ABOVE = (to_controller.Reply, Log)
+_HARMLESS_BELOW = (to_processor.Wake, Log)
 
 
 def _compare(

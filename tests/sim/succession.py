@@ -18,6 +18,7 @@ from unittest import mock
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions, Remember
+from lastwords.core_events import Log, Tick
 from lastwords.processor import events as to_processor
 from lastwords.processor.participation import Correspondence
 from lastwords.vocabulary import Order, Report
@@ -36,7 +37,7 @@ DEAF, DEAF_FOR_EVER, ALONE = 2, 3, 4
 """More values of `cut`: the rank has not noticed yet that its controller is gone, whose orders may still come (and
 another one follows, or none does); it has noticed, and there is none."""
 
-_MAKE_A_DIFFERENCE = (to_controller.Discard, to_controller.Stop)
+_MAKE_A_DIFFERENCE = (to_controller.Discard, to_controller.EndController)
 """Effects that the next controller finds done or not done. Of the others it sees nothing, or what is lost anyway."""
 
 _REMEMBERED: Fields = frozenset({("Succession", "remembered"), ("Member", "source"), ("Member", "stand")})
@@ -217,7 +218,7 @@ class SuccessionWorld(SmallWorld):
                 self.down[trainer.rank].clear()
                 again = ANNOUNCES_AGAIN and trainer.record.life is Life.KILLED and trainer.rank not in gone
                 self.unannounced[trainer.rank] = again
-        self.feed_controller(to_controller.Tick())
+        self.feed_controller(Tick())
         if not self.may_be_killed:
             self.remembered = self.kept_at_last_act = 0
 
@@ -296,7 +297,7 @@ class SuccessionWorld(SmallWorld):
         if not self.is_older and self.may_be_killed:
             if isinstance(effect, Remember):
                 self.remembered = self.tables.number(effect)
-            elif not isinstance(effect, to_controller.Log):
+            elif not isinstance(effect, Log):
                 self.kept_at_last_act = self.remembered
         super()._carry_out(effect)
 

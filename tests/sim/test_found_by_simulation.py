@@ -5,7 +5,7 @@ Seeds belong to the commit before the one that mends the bug: schedules change a
 
 from __future__ import annotations
 
-from lastwords.controller.events import ControllerOptions, OutcomeKind, StartVerify, State
+from lastwords.controller.events import ControllerOptions, JobStage, OutcomeKind, StartVerify
 from lastwords.processor.events import SaveFinished
 from lastwords.vocabulary import Phase, Proceed, Raised, Save, Settled, Stand, WholeCopy
 from tests.controller import job_driver
@@ -118,7 +118,7 @@ def test_a_step_that_a_survivor_had_begun_is_written_by_it() -> None:
     """Negative control."""
     core = _only_writer_hangs(other=Stand(Phase.UPDATED, 1)).core
     assert core.outcome is None
-    assert core.state is State.SAVING
+    assert core.state is JobStage.SAVING
 
 
 def test_files_of_a_step_that_is_given_up_for_the_one_before_stay_as_long_as_nothing_is_published() -> None:

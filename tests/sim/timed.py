@@ -12,6 +12,7 @@ from lastwords.clock import OwnTime
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions
+from lastwords.core_events import Tick
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import DeathSource, Exit, Freeze, Hello, Order, Refused, Release, Report, Resume, Status
@@ -184,9 +185,9 @@ class TimedWorld(World):
         for trainer in self.trainers:
             self.on_moved(trainer)
             self.waiting[trainer.rank] = True
-            self.feed(trainer, to_processor.Tick())
+            self.feed(trainer, Tick())
             self.after(self.dice.random() * 0.05, self.connect, trainer)
-        self.feed_controller(to_controller.Tick())
+        self.feed_controller(Tick())
         queue, popped = self.queue, 0
         while queue:
             self.now_s, _, action, arguments = heapq.heappop(queue)
@@ -502,7 +503,7 @@ class TimedWorld(World):
     def _tick(self, trainer: Trainer, due_s: float) -> None:
         if self.tick_s[trainer.rank] == due_s:
             self.tick_s[trainer.rank] = -1.0
-            self.feed(trainer, to_processor.Tick())
+            self.feed(trainer, Tick())
 
     def on_controller_deadline(self) -> None:
         due_s = self.controller.deadline_s
@@ -518,7 +519,7 @@ class TimedWorld(World):
             if self._controller_is_busy(self._tick_controller, due_s):
                 return
             self.controller_tick_s = -1.0
-            self.feed_controller(to_controller.Tick())
+            self.feed_controller(Tick())
 
     # ------------------------------------------------------------------ files
 
@@ -645,7 +646,7 @@ class TimedWorld(World):
         for rank, since_s in enumerate(self.unheard_since_s):
             if since_s >= 0 and self.paused_until_s[rank] <= self.now_s:
                 self.unheard_since_s[rank] = self.now_s
-        self.feed_controller(to_controller.Tick())  # the worst order: its timers ring before it hears anything
+        self.feed_controller(Tick())  # the worst order: its timers ring before it hears anything
 
     def _falsely_reported_dead(self, rank: int) -> None:
         record = self.trainers[rank].record

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from lastwords.controller import events as to_controller
 from lastwords.controller.core import ControllerCore
+from lastwords.core_events import Log
 from lastwords.processor import events as to_processor
 from lastwords.processor.core import ProcessorCore
 from lastwords.vocabulary import (
@@ -698,14 +699,14 @@ class World:
             self.on_controller_job()
         elif kind is to_controller.Discard:
             self.discard(effect)  # type: ignore[arg-type]
-        elif kind is to_controller.Keep:
+        elif kind is to_controller.KeepParts:
             pass  # it gets another name, and nobody looks at it any more
-        elif kind is to_controller.Stop:
+        elif kind is to_controller.EndController:
             self.on_log("controller", f"stops: {effect.reason}")  # type: ignore[union-attr]
             self.ledger.controller_stopped = True
             self.controller_lives = False
             self.on_controller_ended()
-        elif kind is to_controller.Log:
+        elif kind is Log:
             self.on_log("controller", effect.text)  # type: ignore[union-attr]
 
     def _note_stage(self, order: Order) -> None:

@@ -65,7 +65,7 @@ class Controllers:
         """What a controller does that ends by itself."""
         self._path.unlink(missing_ok=True)
 
-    def _file(self, owner: handover.Owner) -> StateFile:
+    def _file(self, owner: handover.StateOwner) -> StateFile:
         return StateFile(self._path, owner, self._spec, "token")
 
     # ------------------------------------------------------------------ the kernel
