@@ -35,12 +35,15 @@ from lastwords.controller.events import (
     EndKnown,
     Event,
     FromRank,
+    GoneRank,
+    JobMemory,
     JobStage,
     KeepParts,
     NewestKnown,
     Outcome,
     Published,
     PublishFailed,
+    Registered,
     Remember,
     Reply,
     SessionClosed,
@@ -50,17 +53,7 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.incident import TIMERS, Incident
 from lastwords.controller.loop import Closing, HangWatch, LoopWatch, Stragglers, Strayed
-from lastwords.controller.membership import (
-    CERTAIN,
-    GoneRank,
-    JobMemory,
-    Life,
-    Member,
-    Membership,
-    Registered,
-    death_text,
-    suspicion_text,
-)
+from lastwords.controller.membership import CERTAIN, Life, Member, Membership, death_text, suspicion_text
 from lastwords.controller.periodic import Periodic
 from lastwords.controller.words import ranks_text
 from lastwords.core_events import Log, Tick

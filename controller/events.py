@@ -5,13 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lastwords.core_events import Log, Tick
-from lastwords.vocabulary import DeathSource, Order, Report
-
-if TYPE_CHECKING:
-    from lastwords.controller.membership import JobMemory, Registered
+from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Order, ProcessId, Report, Schedule, Stand
 
 INFO = 20
 WARNING = 30
@@ -367,6 +363,77 @@ class Prune:
 
     keep_max: int
     keep_minutes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopShape:
+    """What all ranks must agree on before the loop starts. 0 where a number is not known."""
+
+    steps_per_epoch: int
+    epochs: int
+    start_step: int
+    schedule: Schedule = NO_SCHEDULE
+
+    @property
+    def last_step(self) -> int:
+        """Global step after which the loop is done, 0 if that is not known."""
+        return self.steps_per_epoch * self.epochs
+
+    def __str__(self) -> str:
+        start = f"starting after step {self.start_step}"
+        start += f" with {self.schedule}" if self.schedule != NO_SCHEDULE else ""
+        if not self.last_step:
+            return start
+        return f"{self.epochs} epochs of {self.steps_per_epoch} steps, {start}"
+
+
+# What a controller has to know of the one before it, where that was killed: plain values, and how they are used.
+#
+# The ranks repeat most of what they have said to whoever serves them, so little is kept: who takes part, since a dead
+# rank says nothing any more; what all have agreed upon; numbers that must not be used twice; and what has been decided
+# and can be told already. `Remember` says it before anything is done that rests on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One rank of the job."""
+
+    process: ProcessId
+    units: tuple[str, ...]
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GoneRank:
+    """A rank whose process has ended; `left`: where it had left the loop, if it had."""
+
+    rank: int
+    source: DeathSource
+    left: Stand | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobMemory:
+    """Beside the members; the defaults are those of a job that has just begun.
+
+    certain: the incident that is open cannot be a false alarm. attempts: temporary directories that are in use.
+    publishing: the newest order to publish in an incident that is open. periodic: the newest of its kind.
+    wanted: one was asked for and is not written yet. pace_s: about what a step takes. outcome: how the job ends, once
+    that is decided.
+    """
+
+    gone: tuple[GoneRank, ...] = ()
+    base_step: int = 0
+    loop: LoopShape | None = None
+    incident: int = 0
+    resumed: int = 0
+    certain: bool = False
+    attempts: tuple[Discard, ...] = ()
+    publishing: StartPublish | None = None
+    periodic: Discard | None = None
+    wanted: bool = False
+    pace_s: float = 0.0
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True)

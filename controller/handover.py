@@ -30,8 +30,7 @@ import msgspec
 from lastwords import clock
 from lastwords.checkpoint import starts
 from lastwords.checkpoint.codec import from_json
-from lastwords.controller.events import ControllerOptions, Remember
-from lastwords.controller.membership import JobMemory, Registered
+from lastwords.controller.events import ControllerOptions, JobMemory, Registered, Remember
 from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError, is_shortage
 from lastwords.liveness import paths, process_id
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
 import weakref
 from collections.abc import Callable
@@ -36,7 +37,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError, NotAnOptimizerError
-from lastwords.optim_wrapper import added_groups
 from lastwords.sharding import zero
 from lastwords.torch_private import global_step_hooks
 
@@ -82,7 +82,33 @@ _HOOK_KEY = "lastwords"
 
 _STANDS_IN = "_lastwords_stands_in"
 
+_log = logging.getLogger(__name__)
+
 _wrappers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[OptTFTWrapper]] = weakref.WeakKeyDictionary()
+
+
+adopted_groups: weakref.WeakKeyDictionary[Optimizer, list[frozenset[int]]] = weakref.WeakKeyDictionary()
+"""Of the groups that resume() has added, and that the loop has not added again: ids of the parameters of each."""
+
+
+def _came_back(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the loop adds a group that resume() has added: it is there then, with the values that were saved.
+
+    Once for each; a generator of parameters becomes a list in `group`.
+    """
+    waiting = adopted_groups.get(optimizer)
+    if not waiting or "params" not in group:
+        return False
+    given = group["params"]
+    if not isinstance(given, torch.Tensor | set):
+        given = group["params"] = list(given)
+    each = [given] if isinstance(given, torch.Tensor) else given
+    ids = frozenset(id(one[1] if isinstance(one, tuple) else one) for one in each)  # (name, parameter)
+    if ids not in waiting:
+        return False
+    waiting.remove(ids)
+    _log.info("add_param_group(): resume() has already added this group, with the saved values")
+    return True
 
 
 class StepHooks(Protocol):
@@ -426,7 +452,7 @@ class OptTFTWrapper(Optimizer):
         if "_inner" in self.__dict__:
             if self._admit is not None:
                 self._admit(param_group)
-            if not added_groups.came_back(self._inner, param_group):
+            if not _came_back(self._inner, param_group):
                 self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError
-from lastwords.sharding.declare import Unit
-from lastwords.sharding.parts import check_cuts
+from lastwords.sharding.declare import Unit, check_cuts
 from lastwords.sharding.pieces import Piece
 from lastwords.vocabulary import UNIT_REPLICATED
 

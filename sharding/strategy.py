@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Strategy
 from lastwords.errors import ConfigError
-from lastwords.sharding.declare import Unit
+from lastwords.sharding.declare import Unit, check_cuts, refuse_no_whole
 from lastwords.sharding.grouping import Alike, refuse_different_forms
-from lastwords.sharding.parts import check_cuts, refuse_no_whole
 from lastwords.sharding.pieces import ANY_FORM, Piece
 
 _REMEDY = (

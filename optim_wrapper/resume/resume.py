@@ -31,7 +31,6 @@ from lastwords.checkpoint.meta import (
     groups_of,
 )
 from lastwords.errors import FormatError
-from lastwords.optim_wrapper import added_groups
 from lastwords.optim_wrapper.capture.buffers import SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -54,7 +53,7 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
     survey,
     take_over,
 )
-from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan
+from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan, adopted
 from lastwords.optim_wrapper.state import extras, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues, saved_in
 from lastwords.optim_wrapper.state.beside import UNSEEN
@@ -368,7 +367,7 @@ def _restore_units(
     extras = _ExtraTensors(of_extras.meta.extras, of_extras.tensors)
     resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
     if resharding is None:
-        with added_groups.adopted(recorder.view, [entries[unit].meta for unit in units.views]):
+        with adopted(recorder.view, [entries[unit].meta for unit in units.views]):
             plans += [
                 RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
             ]

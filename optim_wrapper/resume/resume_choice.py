@@ -36,7 +36,7 @@ from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.sharding.describe import ranks_text
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `peek` needs no torch
     from lastwords.optim_wrapper.launch.startup import Agreement
     from lastwords.optim_wrapper.launch.world import World
 

@@ -6,17 +6,19 @@ bf16 parameters to bf16. Moments that do not exist yet are made in the type and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
-from lastwords.checkpoint.meta import Tree, UnitMeta
+from lastwords.checkpoint.meta import Tree, UnitMeta, groups_of
 from lastwords.errors import FormatError, MismatchError
 from lastwords.optim_wrapper.capture.buffers import BufferPlace, device_at, place_of, put
-from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer, optimizer_kind
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     bytes_of,
@@ -27,7 +29,11 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     tensor_over,
 )
 from lastwords.optim_wrapper.tensors.tensor_tree import put_together, tensor_nodes
+from lastwords.optim_wrapper.wrapper import adopted_groups
+from lastwords.sharding import zero
 from lastwords.sharding.dtensor import empty_shard, is_dtensor, is_shard, local_of, placements_to_json
+
+_log = logging.getLogger(__name__)
 
 _SHOWN_MAX = 8
 
@@ -364,3 +370,58 @@ def _removed(saved: Sequence[tuple[str, ...]], here: Sequence[tuple[str, ...]]) 
     which = " and ".join(f"that of {here[number][0]!r}" if here[number] else "an empty one" for number in more)
     remedy = "; ".join(f"del optimizer.param_groups[{number}]" for number in reversed(more))
     return f"; if the saved run had removed {which}, do so before resume(): {remedy}"
+
+
+# Param groups that the saved run added on its way (gradual unfreezing): resume() adds them to the optimizer as well.
+#
+# Nothing else could: the loop adds them in a step that the resumed run does not come to, and which groups there are
+# decides which parameters are trained. A loop that adds one of them again is told apart from a mistake, and does no
+# harm: `OptTFTWrapper.add_param_group`.
+
+
+@contextlib.contextmanager
+def adopted(view: UnitView, metas: Sequence[UnitMeta]) -> Iterator[None]:
+    """Inside, and after it, the optimizer has the saved groups that it lacked; where an error comes, it has not.
+
+    metas: of all units of this rank. Nothing is added where that would not make the groups those of the checkpoint
+    (a parameter is unknown here, or in a group already), nor to several optimizers, of which any might lack it.
+    """
+    optimizer = view.optimizer
+    before = len(optimizer.param_groups)
+    new = _addable(view, metas)
+    for number, parameters in enumerate(new, before):
+        optimizer.add_param_group({"params": parameters, **_plain_options(metas, number)})
+    try:
+        yield
+    except BaseException:
+        del optimizer.param_groups[before:]
+        raise
+    if new:
+        adopted_groups[optimizer] = [frozenset(map(id, parameters)) for parameters in new]
+        _log.info("param groups %s to %s were added, as the saved run had added them", before, before + len(new) - 1)
+
+
+def _addable(view: UnitView, metas: Sequence[UnitMeta]) -> list[list[torch.Tensor]]:
+    """Parameters of each group to add; empty if it would not do."""
+    optimizer = view.optimizer
+    if isinstance(optimizer, JoinedOptimizer) or zero.is_zero(optimizer):
+        return []
+    names = groups_of(metas)[len(optimizer.param_groups) :]
+    known = view.all_names().parameters
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found: list[list[torch.Tensor]] = []
+    for group in names:
+        if not group or any(name not in known or name.startswith("~") or id(known[name]) in taken for name in group):
+            return []
+        found.append([known[name] for name in group])
+        taken |= {id(parameter) for parameter in found[-1]}
+    return found
+
+
+def _plain_options(metas: Sequence[UnitMeta], number: int) -> dict[str, Any]:
+    """What add_param_group() may ask for; the restore sets all of it, tensors too."""
+    for meta in metas:
+        if number in meta.group_numbers:
+            pairs = meta.groups[meta.group_numbers.index(number)]["dict"]
+            return {key: node["plain"] for key, node in pairs if "plain" in node and key != "params"}
+    return {}

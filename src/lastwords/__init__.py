@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from lastwords.optim_wrapper.trainer.protect import protect
     from lastwords.optim_wrapper.trainer.register import TFTRegister
     from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-    from lastwords.sharding.declare import Unit, units_from_mesh
+    from lastwords.sharding.declare import Part, Unit, units_from_mesh
     from lastwords.sharding.group_info import get_ckpt_path_with_strategy, restore_group_info_list
-    from lastwords.sharding.parts import Part
 
 __version__ = "0.1.0"
 
@@ -115,7 +114,7 @@ _WHERE = {
     "Drilled": "lastwords.checkpoint.drill_record",
     "ResumePoint": "lastwords.optim_wrapper.resume.resume_choice",
     "peek": "lastwords.optim_wrapper.resume.resume_choice",
-    "Part": "lastwords.sharding.parts",
+    "Part": "lastwords.sharding.declare",
     "Unit": "lastwords.sharding.declare",
     "get_ckpt_path_with_strategy": "lastwords.sharding.group_info",
     "run": "lastwords.launcher.worker",

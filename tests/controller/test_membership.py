@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastwords.controller.membership import Life, LoopShape, Membership
+from lastwords.controller.events import LoopShape
+from lastwords.controller.membership import Life, Membership
 from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
 from tests import golden
 

@@ -14,9 +14,19 @@ from typing import Any
 import pytest
 
 from lastwords.controller import events, handover
-from lastwords.controller.events import Discard, Outcome, OutcomeKind, PartPlan, Remember, StartPublish
+from lastwords.controller.events import (
+    Discard,
+    GoneRank,
+    JobMemory,
+    LoopShape,
+    Outcome,
+    OutcomeKind,
+    PartPlan,
+    Registered,
+    Remember,
+    StartPublish,
+)
 from lastwords.controller.handover import ControllerSpec, StateFile, StateOwner
-from lastwords.controller.membership import GoneRank, JobMemory, LoopShape, Registered
 from lastwords.errors import ConfigError, FormatError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
 from lastwords.vocabulary import DeathSource, Phase, ProcessId, Schedule, Stand

@@ -15,9 +15,8 @@ import pytest
 
 from lastwords import clock
 from lastwords.controller import handover, takeover
-from lastwords.controller.events import Remember
+from lastwords.controller.events import JobMemory, Remember
 from lastwords.controller.handover import ControllerSpec, StateFile, StateOwner
-from lastwords.controller.membership import JobMemory
 from lastwords.errors import BusyError, ConfigError, UnavailableError
 from lastwords.liveness import paths, process_id
 from tests import golden

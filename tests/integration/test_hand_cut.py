@@ -19,8 +19,7 @@ from lastwords.checkpoint.load import latest
 from lastwords.errors import ConfigError, FormatError
 from lastwords.integrations.diff import diff
 from lastwords.processor.saver import Position
-from lastwords.sharding.declare import Unit, units_from_mesh
-from lastwords.sharding.parts import Part
+from lastwords.sharding.declare import Part, Unit, units_from_mesh
 from lastwords.sharding.zero import stateful
 from tests.integration.forked import on_ranks
 from tests.integration.layouts import LAYOUTS, Halves, Trial, adamw, average_over, mesh_of

@@ -12,8 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 import lastwords
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.added_groups import adopted
-from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan, adopted
 from lastwords.optim_wrapper.state.plain_values import copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from lastwords.controller import handover, launch
-from lastwords.controller.events import Outcome, OutcomeKind, Remember
+from lastwords.controller.events import JobMemory, Outcome, OutcomeKind, Remember
 from lastwords.controller.handover import ControllerSpec, KeptState, StateFile, StateOwner
-from lastwords.controller.membership import JobMemory
 from lastwords.errors import UnavailableError
 from lastwords.liveness import paths, process_id
 from lastwords.optim_wrapper.launch import successor

@@ -10,9 +10,8 @@ import pytest
 from lastwords.checkpoint.layout import check_unit_name
 from lastwords.errors import ConfigError, LastWordsError
 from lastwords.sharding.agree import agree_units, use_all_lists
-from lastwords.sharding.declare import Unit
+from lastwords.sharding.declare import Part, Unit
 from lastwords.sharding.grouping import unit_name
-from lastwords.sharding.parts import Part
 from lastwords.sharding.pieces import ANY_FORM, Members, Piece
 from tests import golden
 from tests.sharding.stores import MemoryWorld, NotThereError, agreed, piece, tables

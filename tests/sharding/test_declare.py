@@ -14,8 +14,7 @@ import torch
 
 from lastwords.errors import ConfigError
 from lastwords.sharding import declare
-from lastwords.sharding.declare import Unit, check_units, units_from_mesh
-from lastwords.sharding.parts import Part
+from lastwords.sharding.declare import Part, Unit, check_units, units_from_mesh
 from lastwords.vocabulary import UNIT_REPLICATED
 from tests import golden
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from lastwords.errors import ConfigError
-from lastwords.sharding import parts
-from lastwords.sharding.declare import Unit
+from lastwords.sharding import declare as parts
+from lastwords.sharding.declare import Part, Unit, check_cuts
 from lastwords.sharding.grouping import divide
-from lastwords.sharding.parts import Part, check_cuts
 from lastwords.sharding.pieces import ANY_FORM, Piece
 from tests import golden
 
