@@ -1,6 +1,6 @@
 """What protection adds to a step on the training thread, part by part, beside the budgets and the machine's limits.
 
-    python bench/step_overhead.py [--steps 400] [--rounds 10] [--layers 20] [--processor-time] [--json FILE]
+    python bench/step_overhead.py [--steps 400] [--rounds 10] [--layers 20] [--processor-time] [--json FILE] [--calls]
 
 Two loops over the same small DDP model (one rank, gloo) alternate step by step in one process, one of them protected;
 whatever else the machine does hits both. All figures are in situ, in the caches that a forward and backward leave:
@@ -166,6 +166,34 @@ def limits() -> dict[str, Figures]:
     return {"limit: empty call, timed": quantiles(nothing), "limit: one lock, timed": quantiles(locked)}
 
 
+def python_calls(loop: Loop, steps: int) -> int:
+    """How many functions of Python one step calls, after so many; the least of a few, as some steps look closer."""
+    for _ in range(steps):
+        loop.one_us()
+    counts = []
+    for _ in range(8):
+        called = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal called
+            called += event == "call"
+
+        sys.setprofile(count)
+        try:
+            loop.one_us()
+        finally:
+            sys.setprofile(None)
+        counts.append(called)
+    return min(counts)
+
+
+def added_calls(steps: int = 100) -> int:
+    """How many more a protected step calls: no clock has a say in it."""
+    plain, protected = Loop(0, wrap=False), Loop(0, wrap=True)
+    with registered(protected):
+        return python_calls(protected, steps) - python_calls(plain, steps)
+
+
 def measure(steps: int, rounds: int, layers: int) -> dict[str, Figures]:
     """All figures by name."""
     torch.set_num_threads(1)
@@ -217,11 +245,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--layers", type=int, default=20, help="BatchNorm layers for the buffers' figures")
     parser.add_argument("--processor-time", action="store_true", help="of whole steps: the training thread's own time")
+    parser.add_argument("--calls", action="store_true", help="count Python calls instead of microseconds")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if args.processor_time:
         Loop.clock_ns = staticmethod(time.thread_time_ns)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if args.calls:
+        print(f"{added_calls()} Python calls a step more than without protection")
+        return 0
     result = measure(args.steps, args.rounds, args.layers)
     told = verdicts(result, args.layers)
     for name, figures in result.items():

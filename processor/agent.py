@@ -27,7 +27,7 @@ from lastwords.core_events import Log, Tick
 from lastwords.errors import UnavailableError, named
 from lastwords.processor import departure as ways_out
 from lastwords.processor import events
-from lastwords.processor.core import ProcessorCore
+from lastwords.processor.core import ENDED_PHASES, ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.saver import SaverSpec, Writers
 from lastwords.vocabulary import (
@@ -517,7 +517,8 @@ class Agent:
         """With the lock: write the stand where it survives, and carry out what the core wants."""
         core = self._core
         if self._phase_word is not None:
-            self._phase_word.set_stand(core.phase, core.step)
+            under_way = core.phase not in ENDED_PHASES  # `core.step`, without a call: this is done in every step
+            self._phase_word.set_stand(core.phase, core.ended_step + under_way)
         while core.effects:
             for effect in core.take_effects():
                 self._carry_out(effect)

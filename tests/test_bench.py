@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +66,17 @@ def test_scripts_that_no_test_runs_take_only_what_is_there() -> None:
              (ROOT / folder).rglob("*.py")]  # fmt: skip
     assert [taken for text in texts for taken in _taken(text) if not _is_there(*taken)] == []
     assert not all(_is_there(*taken) for taken in _taken("from lastwords.clock import gone"))
+
+
+CALLS_MAX = 145
+"""On the training thread; each costs half a microsecond, and more where it is not in the processor's cache."""
+
+
+@pytest.mark.process
+def test_a_protected_step_calls_few_functions() -> None:
+    command = [sys.executable, str(ROOT / "bench/step_overhead.py"), "--calls"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT).stdout
+    assert 50 < int(said.split(maxsplit=1)[0]) <= CALLS_MAX
 
 
 KILLED_MONO_NS = 1_000_000_000

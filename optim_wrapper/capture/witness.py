@@ -10,6 +10,7 @@ Uncounted writes on a device are for `device_copies` to see.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,10 @@ class Mark(NamedTuple):
     restless: list[tuple[torch.Tensor | None, int]]
 
 
+_mark: Callable[[tuple[int, int, _WordsForm, bytes, list[tuple[torch.Tensor | None, int]]]], Mark]
+_mark = partial(tuple.__new__, Mark)  # quicker, and called twice in every step
+
+
 class _Lying(NamedTuple):
     """Where tensors lie, and so what is read of them in each round. Never changed: two threads may look at once."""
 
@@ -111,7 +116,8 @@ class Witness:
     def __init__(self, every: Callable[[], Mapping[StateName, Slot]], *, sampled: bool = True) -> None:
         self._every = every
         self._sampled = sampled
-        self._look = 0
+        self.looks = 0
+        """Counts up where the tensors are others; marks of different looks are not compared."""
         self._slots: dict[StateName, Slot] = {}
         self._names: list[StateName] = []
         self._tensors: list[torch.Tensor] = []
@@ -122,11 +128,6 @@ class Witness:
         self._shared_sum: int
         self._lying: _Lying
         self._enrol({})
-
-    @property
-    def looks(self) -> int:
-        """Counts up where the tensors are others; marks of different looks are not compared."""
-        return self._look
 
     def look(self) -> None:
         """See which tensors there are now. What stands in one's place every now and then is told by itself alone."""
@@ -169,11 +170,11 @@ class Witness:
             lying = self._lying = self._settle()
         number = step % ROUNDS if since is None else since.round
         restless = [_seen(slot) for slot in self._restless.values()] if self._restless else []
-        return Mark(self._look, number, lying.form, lying.settled.read(lying.indices[number]), restless)
+        return _mark((self.looks, number, lying.form, lying.settled.read(lying.indices[number]), restless))
 
     def moved(self, since: Mark, until: Mark | None = None) -> list[StateName]:
         """Names of those that were written, or have other memory, since then (`until` another mark, or now)."""
-        if since.look != self._look:
+        if since.look != self.looks:
             return []
         now = until or self.mark(since)
         same = now.content == since.content and now.form is since.form
@@ -271,7 +272,7 @@ class Witness:
         return words & mark.form.masks[mark.round]
 
     def _enrol(self, slots: Mapping[StateName, Slot]) -> None:
-        self._look += 1
+        self.looks += 1
         self._names = [*slots]
         self._place_of = {name: place for place, name in enumerate(self._names)}
         self._tensors = [local_of(slot.tensor) for slot in slots.values()]
