@@ -3,15 +3,15 @@
 "kind" is the name of a type below or in events.py, beside it stand the fields of that type. Whose rank it is, whoever
 holds the connection of one knows best.
 
-    rank to launcher         Hello first; then what happens to it, `FromRank`
+    rank to launcher         RankHello first; then what happens to it, `FromRank`
     launcher to rank         `ToRank`
-    scheduler to supervisor  Challenge first, Refused or Admission next; then `ToSupervisor`
+    scheduler to supervisor  Challenge first, Rejected or Admission next; then `ToSupervisor`
     supervisor to scheduler  Application first; where its rank runs, Inside next, else Ready; then what happens to the
                              rank, and Done where its end was that of its training
     between hosts            Introduction first, then events up to the head of the job, and effects down
 
-Who differs in PROTOCOL from the other end is refused, with what to do. So the first message of either side, Refused and
-Stop keep their form in all versions.
+Who differs in PROTOCOL from the other end is refused, with what to do. So the first message of either side, Rejected
+and Stop keep their form in all versions.
 """
 
 from __future__ import annotations

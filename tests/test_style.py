@@ -30,7 +30,7 @@ CORE_ROOTS = ("controller/core.py", "processor/core.py", "launcher/core.py", "la
 """Whatever these import of their own package is core as well, and has to be as pure."""
 CORE_IMPORTS = frozenset(
     {"__future__", "collections", "collections.abc", "dataclasses", "enum", "itertools", "math", "re", "typing"}
-    | {"lastwords.vocabulary", "lastwords.errors"}
+    | {"lastwords.vocabulary", "lastwords.errors", "lastwords.core_events"}
 )
 MAY_PRINT = ("cli/",)
 MAY_SET_UP_LOGGING = ("cli/", "controller/__main__.py", "controller/teller.py", "src/lastwords/log_lines.py")

@@ -94,11 +94,11 @@ class Reporter:
         record: where the controller writes how each incident went. ended: the newest step that this process has ended.
         alone: it has lost its controller.
         """
-        self._say("Left", step=step, record=str(record or ""), ended=ended, alone=alone)
+        self._say("Leaving", step=step, record=str(record or ""), ended=ended, alone=alone)
 
     def raised(self, error: str, *, lasting: bool) -> None:
         """An exception leaves the script. lasting: each process after this one would meet it as well."""
-        self._say("Raised", error=error, lasting=lasting)
+        self._say("RankRaised", error=error, lasting=lasting)
 
     def controller(self, arguments: Sequence[str], environment: Mapping[str, str], log: str) -> int | None:
         """The pid of a new controller, which has imported all that it needs; None if it cannot be had.
@@ -113,7 +113,7 @@ class Reporter:
             for said in _lines(link):
                 if said.get("kind") == "ControllerAnswer" and said.get("asked") == self._asked:
                     return None if said["pid"] is None else int(said["pid"])
-                if said.get("kind") == "Refused":
+                if said.get("kind") == "Rejected":
                     raise ConfigError(str(said["why"]))
         return None
 
@@ -182,7 +182,7 @@ class Reporter:
                 link.connect(f"\0{self._name}")
                 if (uid := peer(link)[1]) not in (os.geteuid(), 0):  # anybody may take the name of one that has ended
                     raise PermissionError(errno.EPERM, f"user {uid} listens there")
-                self._send(link, {"kind": "Hello", "rank": self._rank, "pid": os.getpid(), "version": PROTOCOL})
+                self._send(link, {"kind": "RankHello", "rank": self._rank, "pid": os.getpid(), "version": PROTOCOL})
             except OSError:
                 link.close()
                 raise

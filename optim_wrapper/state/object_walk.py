@@ -11,8 +11,10 @@ which goes further: into functions, classes, modules, and the local variables of
 from __future__ import annotations
 
 import argparse
+import dis
 import enum
 import functools
+import inspect
 import random
 import sys
 import types
@@ -24,7 +26,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 import xxhash
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -734,11 +735,28 @@ def attributes_of(one: Any) -> list[str]:
     return [*found, CONTENT] if issubclass(type(one), _CONTENTS) else found
 
 
+@functools.cache
+def _set_by_torch(kind: type[Any]) -> frozenset[str]:
+    """Attributes that a class of torch's machinery (DDP, what FSDP2 makes of a class) sets itself, and its bases.
+
+    Any other that hangs on such a module is the user's: `model = DDP(net); model.best = 0.0`.
+    """
+    of_torch = [owner for owner in kind.__mro__ if owner.__module__.startswith(_MACHINERY)]
+    codes = [one.__code__ for owner in of_torch for one in map(inspect.unwrap, filter(callable, vars(owner).values()))
+             if isinstance(one, types.FunctionType)]  # fmt: skip
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names |= {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(names)
+
+
 def _attributes(one: Any, own: Iterable[str]) -> list[str]:
     kind = type(one)
     if issubclass(kind, torch.nn.Module):
-        machinery = issubclass(kind, DistributedDataParallel) or kind.__module__.startswith(_MACHINERY)
-        return [] if machinery else [key for key in own if key not in _OF_ANY_MODULE]
+        torchs = _set_by_torch(kind)  # type: ignore[arg-type]
+        return [key for key in own if key not in _OF_ANY_MODULE and key not in torchs and not key.startswith("__")]
     if issubclass(kind, Optimizer):
         return [key for key in own if key not in _OF_ANY_OPTIMIZER and not key.startswith("_optimizer_")]
     if issubclass(kind, DataLoader):

@@ -195,7 +195,7 @@ shipped_kept, shipped_assign = selection._kept_parts, selection._assign_shares
         ("_kept_parts", _kept_whatever_the_cut),
         ("_kept_parts", _kept_of_any_step),
         ("_assign_shares", _covered_by_one_share),
-        ("_Place.has_ended", lambda place, view: view.rank in place.holding),
+        ("_SavePlace.has_ended", lambda place, view: view.rank in place.holding),
     ],
     ids=["two cuts mixed", "a share of the step before", "a lost share", "not at the end of the step"],
 )

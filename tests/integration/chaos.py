@@ -290,6 +290,8 @@ def judge(rig: Rig, launch: Launch, blow: tuple[Fault, ...], step_before: int, h
     if codes == {EXIT_NOT_SAVED}:
         happened["nothing to save"] += 1
         reached = max(launch.track.last_step(rank) for rank in range(layout.world_size) if rank not in dead)
+        if reached in (layout.inf_steps or ()):  # its body is done, but without an update it is over with its end alone
+            reached -= 1
         if launch.new_checkpoint is not None or reached:
             raise launch.fail(f"nothing was saved, though step {reached} was done")
         return 0

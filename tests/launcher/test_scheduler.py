@@ -735,7 +735,7 @@ def test_a_worker_of_another_version_is_told_what_to_do_and_the_log_says_it_once
         application = {"version": PROTOCOL + 1, "name": "0", "pid": 7}  # what else it says there is not known
         rig.send(link, nonce, application)
         (answer,) = rig.answers(link, lines)
-        assert (answer["kind"], answer["later"], answer["done"]) == ("Refused", False, False)
+        assert (answer["kind"], answer["later"], answer["done"]) == ("Rejected", False, False)
     assert rig.scheduler._registry.members == {}
     golden.says([answer["why"], *caplog.messages])
 

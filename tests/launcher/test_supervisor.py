@@ -75,7 +75,7 @@ class Fake:
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """A supervisor whose rank has not been started."""
-    for name in ("ForkServer", "Membership", "Host"):
+    for name in ("ForkServer", "WorkerMembership", "Host"):
         monkeypatch.setattr(module, name, Fake)
     monkeypatch.setattr(module, "take_in_orphans", lambda: None)
     return Supervisor(Cluster(WORKER, 2, "127.0.0.1", 8118, tmp_path, True), ["train.py"], selectors.DefaultSelector())

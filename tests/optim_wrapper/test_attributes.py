@@ -6,12 +6,17 @@ import enum
 import json
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.checkpoint.storable import Place
@@ -29,6 +34,13 @@ from tests.traceable import Eighth
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the random generators that tests have."""
     monkeypatch.setattr(generators, "Beyond", lambda walk, roots: Walk({}, {}))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 class Meter:
@@ -384,3 +396,31 @@ def test_the_walk_ends_somewhere_and_runs_nobodys_code(monkeypatch: pytest.Monke
     assert type(Walk({"model": net}, {}).cells["model", "long"].told) is Place
     monkeypatch.setattr(object_walk, "OBJECTS_MAX", 3)
     assert Walk({"model": net}, {}).ended_at
+
+
+class Scaled(nn.Linear):
+    """With values of its own, as a class that is sharded may have."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.average, self._seen = 1.0, 0
+
+
+@pytest.mark.parametrize(
+    "wrap", [DistributedDataParallel, fully_shard, checkpoint_wrapper], ids=lambda one: one.__name__
+)
+def test_what_hangs_on_a_wrapper_of_torchs_is_state_too(wrap: Callable[[nn.Module], Any], group: None) -> None:
+    """DDP's own attributes are not, nor what FSDP2 makes of a module: only what the user has set."""
+    model: Any = wrap(Scaled())
+    inner = getattr(model, "module", model)
+    watch = watched(model)
+    for _ in range(2):
+        model(torch.randn(1, 2)).sum().backward()
+    watch.look()
+    assert watch.moved == set()
+    model.average, inner._seen, model.best = 0.5, 3, 2.0
+    watch.look()
+    found = saved_in(StepDocument(**json.loads(b"{%s}" % watch.document()[1:])), "x")
+    model.average, inner._seen, model.best = 1.0, 0, 0.0
+    assert watch.restore(found) == []
+    assert (model.average, inner._seen, model.best) == (0.5, 3, 2.0)

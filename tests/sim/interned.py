@@ -29,7 +29,7 @@ ONLY_FOR_PEOPLE = frozenset(
         ("HangWatch", "_newest"),
         ("HangWatch", "_paces"),
         ("HangWatch", "kept_pace_s"),
-        ("Memory", "pace_s"),
+        ("JobMemory", "pace_s"),
         ("HangWatch", "_since_s"),
     }
 )

@@ -29,7 +29,7 @@ _shipped_on_saved: Callable[..., None] = Periodic.on_saved
 
 
 def _due_one_step_late(self: Any, ended_step: int) -> Any:
-    order = self._waiting
+    order = self.waiting
     return order if order is not None and order.step + 1 == ended_step else None
 
 
@@ -43,7 +43,7 @@ def _due_after_the_update(self: CoreState) -> Any:
 
 
 def _cancel_silently(self: Any) -> None:
-    self._waiting = self._writing = self._said = None
+    self.waiting = self._writing = self._said = None
 
 
 def _keep(self: Any) -> None:

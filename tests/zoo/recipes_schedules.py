@@ -328,6 +328,36 @@ class LrAfterLog(Loop):
             group["lr"] *= 0.9
 
 
+@recipe("loss_ema", "lr scaled by an average of the loss, a plain float of the network that moves after the log",
+        "fwd bwd win end epoch", {"win end epoch": "loss_ema"})  # fmt: skip
+class LossEma(Loop):
+    def setup(self) -> None:
+        super().setup()
+        self.averaging.loss_ema = 1.0
+
+    @property
+    def averaging(self) -> Any:
+        """The module of which the average is an attribute."""
+        return self.bare
+
+    def before_forward(self, batch: Any) -> Any:
+        for group in self.opt.param_groups:
+            group["lr"] = 0.01 * self.averaging.loss_ema
+        return super().before_forward(batch)
+
+    def after_log(self) -> None:
+        super().after_log()
+        self.averaging.loss_ema = 0.9 * self.averaging.loss_ema + 0.1 * float(self.mean)
+
+
+@recipe("loss_ema_ddp", "the same with `model = DDP(net)`, of which the float is an attribute", "fwd win end",
+        {"win end": "loss_ema"}, mixes=False)  # fmt: skip
+class LossEmaOfDdp(LossEma):
+    @property
+    def averaging(self) -> Any:
+        return self.model
+
+
 LATE: dict[str, Any] = {"win": "hyperparameters"}
 
 

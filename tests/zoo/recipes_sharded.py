@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from tests.zoo.loop import WIDTH, Loop, recipe
 from tests.zoo.recipes_gradients import GradientMomentum, ZeroNotNone
 from tests.zoo.recipes_moving import MomentumEncoder
+from tests.zoo.recipes_schedules import LossEma
 
 
 class Hybrid(Loop):
@@ -34,6 +35,12 @@ class Hybrid(Loop):
 
 @recipe("hsdp", "HSDP 2 x 2", "bwd win fwd end", mixes=False)
 class HybridPlain(Hybrid):
+    pass
+
+
+@recipe("hsdp_loss_ema", "HSDP with lr scaled by an average of the loss, a plain float of the sharded module",
+        "fwd bwd win end", {"win end": "loss_ema"}, mixes=False)  # fmt: skip
+class HybridLossEma(Hybrid, LossEma):
     pass
 
 

@@ -39,5 +39,5 @@ def usual_names() -> set[str]:
 def test_a_recipe_has_its_frozen_verdict_from_a_periodic_checkpoint(keeper: Keeper, name: str) -> None:
     verdict = keeper.judge_periodic(name, EVERY)
     note(name, "periodic", verdict)
-    problem = mismatch(CARDS[name], "periodic", verdict, frozen()[name].get("periodic"))
+    problem = mismatch(CARDS[name], "periodic", verdict, frozen().get(name, {}).get("periodic"))
     assert not problem, problem
