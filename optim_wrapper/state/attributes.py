@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
+from torch.nn.parallel import DistributedDataParallel
 
 from lastwords import clock
 from lastwords.checkpoint.codec import typed
@@ -494,6 +495,8 @@ def of_job(
 ) -> Attributes:
     """Those of the model and of all optimizers."""
     roots: dict[str, Any] = {"model": view.model}
+    if (given := beyond.get("model")) is not view.model and isinstance(given, DistributedDataParallel):
+        roots[f"{type(given).__name__} of model"] = given  # `model = DDP(net); model.best = 0.0`
     for number, wrapper in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
         roots[f"OptTFTWrapper of {name}"] = Shadow(wrapper)
