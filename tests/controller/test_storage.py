@@ -8,9 +8,7 @@ import os
 import queue
 import resource
 import shutil
-import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from lastwords.controller.timeline import recorded_exit
 from tests import golden
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_retention import filled, flipped, sound_in, steps_in
+from tests.patience import until
 
 WAIT_S = 20.0
 JOB = Job()
@@ -579,10 +578,7 @@ def test_nobody_waits_for_what_is_read_before_others_are_removed(
     assert answers.next() == events.NewestKnown(2, 33, str(layout.checkpoint_dir(tmp_path, 33)))
     answers.jobs.release()
     assert not answers.jobs.wait_idle(0.2)
-    deadline_mono_s = time.monotonic() + WAIT_S
-    while answers.jobs.busy and time.monotonic() < deadline_mono_s:
-        signal.sigtimedwait((), 0.01)
-    assert not answers.jobs.busy  # it may be ended
+    until(lambda: not answers.jobs.busy)  # it may be ended
     filled(tmp_path, range(34, 35), PERIODIC.again(attempt=9))
     for _ in range(3):
         answers.jobs.prune(KEEP_1)

@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.integration.harness import Port
 from tests.page.test_columns import applied
+from tests.patience import until
 
 LIMIT_S = 60.0
 NO_HEADERS: Mapping[str, str] = {}
@@ -75,15 +75,6 @@ def is_open(port: int) -> bool:
     """Whether somebody listens there."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(what: Callable[[], Any], why: str, limit_s: float = LIMIT_S) -> Any:
-    """What `what` returns, as soon as that is true."""
-    deadline_mono_s = time.monotonic() + limit_s
-    while not (found := what()):
-        assert time.monotonic() < deadline_mono_s, f"waited {limit_s} s for {why}"
-        time.sleep(0.05)
-    return found
 
 
 class Events(threading.Thread):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.integration.rig import once
 from tests.integration.zygote import PROGRAM
 from tests.launcher import test_heal
 from tests.launcher.test_heal import SCRIPT, trace
+from tests.patience import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -89,10 +89,7 @@ class Cluster:
             assert code in codes, self.said()
 
     def wait_until(self, there: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + WAIT_S
-        while not there():
-            assert time.monotonic() < until_s, self.said()
-            time.sleep(0.01)
+        until(there, self.said)
 
     def wait_for_step(self, step: int) -> None:
         """Until rank 2, which does not die alone, has ended this step."""

@@ -39,6 +39,7 @@ from lastwords.transport import call_metadata, channel_options, grpc, host_port,
 from lastwords.vocabulary import ExitKind, Freeze, Goodbye, Hello, Phase, ProcessId, Stand, Status
 from tests.integration.harness import Port, free_port
 from tests.integration.puppet import WAIT_S, Puppet, PuppetProcess
+from tests.patience import until
 
 pytestmark = pytest.mark.process
 
@@ -105,7 +106,7 @@ class Job:
 
     def incident(self) -> dict[str, Any]:
         """The one incident; its line is written while the ranks are told."""
-        wait_for(self.incidents)
+        until(self.incidents)
         (record,) = self.incidents()
         return record
 
@@ -210,7 +211,7 @@ def test_neither_an_incident_nor_the_next_one_nor_the_controllers_end_waits_for_
     assert [incident["outcome"] for incident in job.incidents()] == ["FALSE_ALARM", "SAVED"]
     assert not [*tmp_path.glob("told-*")]
     (tmp_path / "gate").touch()
-    wait_for(lambda: len([*tmp_path.glob("told-*")]) == 2)
+    until(lambda: len([*tmp_path.glob("told-*")]) == 2)
     told = sorted(path.read_text() for path in tmp_path.glob("told-*"))
     assert told == sorted(job.spec.incidents_path.read_text().splitlines(keepends=True))
     log = [json.loads(line) for line in job.handles[0].log_path.read_text().splitlines()]
@@ -238,7 +239,7 @@ def test_a_session_that_returns_in_time_is_a_false_alarm_and_training_goes_on(jo
             puppet.await_resume(count)
         for puppet in puppets:
             puppet.step()
-    wait_for(lambda: len(job.incidents()) == 3)
+    until(lambda: len(job.incidents()) == 3)
     assert [incident["outcome"] for incident in job.incidents()] == ["FALSE_ALARM"] * 3
     for puppet in puppets:
         puppet.call("mark_left")
@@ -309,7 +310,7 @@ def test_a_controller_that_has_no_descriptor_for_a_while_saves_all_the_same(job:
     limits = resource.prlimit(handle.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, (0, limits[1]))  # from now on every open is EMFILE
     puppets[1].call("mark_raised", "ValueError: boom", False)
-    wait_for(lambda: "the files could not be read back" in handle.log_path.read_text())
+    until(lambda: "the files could not be read back" in handle.log_path.read_text())
     assert list(job.spec.root.glob(".tmp-*")), "nothing is thrown away"
     resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, limits)
     assert {puppet.exit_order().kind for puppet in puppets} == {ExitKind.SAVED}
@@ -327,7 +328,7 @@ def test_a_controller_that_never_gets_a_descriptor_keeps_the_files_and_says_wher
     resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, limits)
     assert {order.kind for order in orders} == {ExitKind.NOT_SAVED}
     assert "unpublished-step_7-*" in orders[0].reason
-    wait_for(lambda: list(job.spec.root.glob("unpublished-step_7-*/rank_*/part.json")))
+    until(lambda: list(job.spec.root.glob("unpublished-step_7-*/rank_*/part.json")))
 
 
 # ------------------------------------------------------------------ kill -9, with processes of their own
@@ -387,7 +388,7 @@ def test_a_host_that_falls_silent_is_known_and_may_come_back(job: Job) -> None:
     ranks = train_processes(job, 3)
     stopped_mono_s = time.monotonic()
     os.kill(ranks[1].process.pid, signal.SIGSTOP)
-    wait_for(lambda: query_state(job.address, TOKEN).incident == 1)
+    until(lambda: query_state(job.address, TOKEN).incident == 1)
     os.kill(ranks[1].process.pid, signal.SIGCONT)
     incident = job.incident()
     assert incident["outcome"] == "FALSE_ALARM"
@@ -433,7 +434,7 @@ def test_a_wrong_token_is_refused_logged_and_changes_nothing(job: Job) -> None:
         query_state(job.address, "guess")
     for puppet in puppets:
         puppet.step()
-    wait_for(lambda: "wrong token" in handle.log_path.read_text())
+    until(lambda: "wrong token" in handle.log_path.read_text())
     assert TOKEN not in handle.log_path.read_text()
 
 
@@ -501,7 +502,7 @@ def test_malformed_messages_are_dropped_and_logged_and_nobody_notices(job: Job) 
     hello = Hello(1, 1, 3, ProcessId("x", 9, 9, "n"), ("a",), Stand(Phase.COMPUTING, 0))
     garbage = [b"", b"\xff" * 50, os.urandom(300), codec.reports_to_bytes([hello])[:-3]]
     channel, call = raw_session(job, garbage, stay)
-    wait_for(lambda: handle.log_path.read_text().count("dropped a message") >= 4)
+    until(lambda: handle.log_path.read_text().count("dropped a message") >= 4)
     stay.set()
     list(call)
     channel.close()
@@ -526,7 +527,7 @@ def test_reports_for_a_rank_of_another_session_are_dropped(job: Job) -> None:
     puppets = job.train(steps=2)
     stay = threading.Event()
     channel, call = raw_session(job, [codec.reports_to_bytes([Status(1, 1, Stand(Phase.COMPUTING, 99))])], stay)
-    wait_for(lambda: "registered over another session" in handle.log_path.read_text())
+    until(lambda: "registered over another session" in handle.log_path.read_text())
     stay.set()
     list(call)
     channel.close()
@@ -564,7 +565,7 @@ def test_state_says_who_is_connected_and_where_everybody_stands(job: Job) -> Non
     assert state.stage == "registering"
     assert state.ranks[0].process is None
     job.train(steps=2)
-    wait_for(lambda: all(view.stand == Stand(Phase.COMPUTING, 2) for view in query_state(job.address, TOKEN).ranks))
+    until(lambda: all(view.stand == Stand(Phase.COMPUTING, 2) for view in query_state(job.address, TOKEN).ranks))
     state = query_state(job.address, TOKEN)
     assert state.stage == "watching"
     assert all(view.connected and not view.dead and view.heard_s >= 0 for view in state.ranks)
@@ -582,7 +583,7 @@ def test_the_command_shows_the_state_to_people_and_to_scripts(job: Job, capsys: 
     job.start()
     puppets = job.train(steps=2)
     puppets[2].close()
-    wait_for(lambda: not query_state(job.address).ranks[2].connected)
+    until(lambda: not query_state(job.address).ranks[2].connected)
     assert cli(["status", "--controller", job.address]) == 0
     shown = capsys.readouterr().out
     assert job.spec.job in shown
@@ -878,22 +879,15 @@ def test_a_controller_that_was_killed_leaves_nothing_that_stops_the_next(job: Jo
     assert (record.pid, record.generation) == (second.pid, 2)
 
 
-def wait_for(ready: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_watchers_callback_reaches_the_loop_by_itself(job: Job) -> None:
     """kill -9 to known, 12 times. bench/detection.py measures how long it takes; other signs take seconds."""
     job.start(world_size=12)
     ranks = [job.puppet_process(rank) for rank in range(12)]
-    wait_for(lambda: query_state(job.address, TOKEN).stage != "registering")
+    until(lambda: query_state(job.address, TOKEN).stage != "registering")
     killed = {rank.rank: rank.kill() for rank in ranks}
     job.assert_nothing_is_left()
     events = [event for incident in job.incidents() for event in incident["events"]]
     late = sorted(event["mono_s"] - killed[event["rank"]] for event in events if event["what"] == "died")
     assert late[len(late) // 2] < 2.0
     # A death is known before the process has ended: its mutex speaks first.
-    wait_for(lambda: process_id.start_ticks(ranks[0].process.pid) is None)
+    until(lambda: process_id.start_ticks(ranks[0].process.pid) is None)

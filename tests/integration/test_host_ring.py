@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.integration.plan import Layout
 from tests.integration.puppet import WAIT_S, PuppetProcess
 from tests.integration.rig import Rig
 from tests.integration.test_controller_shell import Job
+from tests.patience import until
 from tests.shortage import no_file_at_all
 
 pytestmark = pytest.mark.process
@@ -61,13 +62,6 @@ class Heard:
         with contextlib.suppress(queue.Empty):
             return self._reports.get(timeout=for_s) is None
         return True
-
-
-def comes(what: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + WAIT_S
-    while not what() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return what()
 
 
 @pytest.fixture
@@ -114,9 +108,9 @@ def test_who_could_not_be_watched_for_lack_of_descriptors_is_watched_once_there_
     with no_file_at_all():
         neighbours[5].kill()  # rank 1 would be the next one to be watched
         assert ring[1].deaths(1) == [5]
-        assert comes(lambda: ring[0]._tried.get(1, 0) > 5)  # a shortage is not given up
+        assert until(lambda: ring[0]._tried.get(1, 0) > 5)  # a shortage is not given up
         assert ring[0]._tried.keys() == {1}  # nor does the rank after it take its place
-    assert comes(lambda: 1 in ring[0]._watched)
+    assert until(lambda: 1 in ring[0]._watched)
     neighbours[1].kill()
     assert ring[1].deaths(1) == [1]
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from lastwords.liveness.robust_mutex import EndKind, LifeLine, state_of, watch
 from lastwords.liveness.watch import HostWatch
 from lastwords.vocabulary import DeathSource
 from tests.integration.living import ROOT, Living
+from tests.patience import until
 
 pytestmark = pytest.mark.process
 
@@ -86,7 +87,7 @@ def test_without_the_waiters_bit_nobody_is_woken(life_path: Path) -> None:
         os.close(fd)
         ends = Ends()
         running = watch(life_path, ends)
-        _until(lambda: _sleeps_on_the_futex(running))
+        until(lambda: _sleeps_on_the_futex(running))
         living.kill()
         living.wait()
         assert ends.wait(1, timeout_s=1.0) == []
@@ -316,7 +317,7 @@ class _WatchingProcess(subprocess.Popen[str]):
         super().__init__([sys.executable, "-c", _WATCHER, str(life_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.stdout is not None
         assert self.stdout.readline().strip() == "watching"
-        _until(lambda: b"futex" in Path(f"/proc/{self.pid}/wchan").read_bytes() or self.poll() is not None)
+        until(lambda: b"futex" in Path(f"/proc/{self.pid}/wchan").read_bytes() or self.poll() is not None)
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
@@ -327,9 +328,3 @@ def _sleeps_on_the_futex(running: robust_mutex.LifeWatch) -> bool:
     """Whether the watch's thread is inside the system call, on its own word (not on the interpreter's lock)."""
     address = running._mapping.address + robust_mutex._MUTEX_AT
     return f" {address:#x} " in Path(f"/proc/self/task/{running._thread.native_id}/syscall").read_text()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.01)

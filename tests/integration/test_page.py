@@ -20,9 +20,10 @@ from tests.integration.browser import CHROMIUM, DRIVER, browser
 from tests.integration.harness import Cluster
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Rig
-from tests.integration.served import Events, Page, file_of, reading, served, until
+from tests.integration.served import Events, Page, file_of, reading, served
 from tests.integration.trouble import Trouble, build
 from tests.page.fake_controller import FakeController, rank_of, state_of
+from tests.patience import until
 from tests.selection import usually
 
 pytestmark = pytest.mark.process
@@ -263,5 +264,5 @@ def test_it_ends_by_a_signal_though_browsers_are_connected(page: Page) -> None:
     with reading(page) as (events,):
         until(lambda: events.state, "a state")
         page.process.terminate()
-        until(lambda: page.process.poll() is not None, "its end", 10.0)
+        until(lambda: page.process.poll() is not None, "its end")
     assert os.path.exists(f"/proc/{page.process.pid}") is False

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.storage import Uploads
 from tests.checkpoint.states import Job
 from tests.checkpoint.stores import file_store
+from tests.patience import until
 
 pytestmark = pytest.mark.process
 
@@ -41,13 +41,6 @@ def uploads(here: Path, there: RemotePath) -> Iterator[Uploads]:
     yield process
     process.close()
     until(lambda: process.pid is None)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_mono_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_mono_s
-        time.sleep(0.02)
 
 
 def steps(there: RemotePath) -> list[int]:

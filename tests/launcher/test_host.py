@@ -61,6 +61,7 @@ from lastwords.launcher.registry import Rejected
 from lastwords.optim_wrapper.state.running import program_files
 from tests import golden
 from tests.integration.programs import PR_SET_CHILD_SUBREAPER, prctl
+from tests.patience import until
 
 
 class Clock:
@@ -282,8 +283,7 @@ def test_where_no_rank_can_be_forked_any_more_the_job_ends(host: TestHost) -> No
 def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(command: str, own: bool) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(["sh", "-c", command], start_new_session=own)
-        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():  # the kernel has not come so far
-            signal.sigtimedwait((), 0.01)
+        until(Path(f"/proc/{process.pid}/cmdline").read_bytes)  # the kernel may not have come so far
         return process
 
     leader = started("sleep 60 & sleep 60", own=True)

@@ -21,6 +21,7 @@ from lastwords.launcher.command import _program, parser
 from tests import golden
 from tests.launcher import properties
 from tests.launcher.forked import ROOT, Done, Forks, environment
+from tests.patience import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -331,8 +332,7 @@ def test_ctrl_c_ends_a_rank_as_it_ends_any_process(forks: Forks, tmp_path: Path)
     script.write_text("import signal\nprint('ready')\ntry:\n    signal.pause()\nfinally:\n    print('left')")
     process = forks.start(str(script))
     out = Path(forks.directory / f"{forks.count}.out")
-    while not out.exists() or "ready" not in out.read_text():
-        signal.sigtimedwait((), 0.05)
+    until(lambda: out.exists() and "ready" in out.read_text())
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT
     assert out.read_text() == "ready\nleft\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import traceback
@@ -15,6 +14,7 @@ import torch
 from lastwords.processor.agent import LOOK_S, STILL_S, Whereabouts, places_of
 from lastwords.vocabulary import Phase, Stack, Stand
 from tests import golden
+from tests.patience import until
 
 HERE = Stand(Phase.COMPUTING, 7)
 NOWHERE = ("", "")
@@ -90,8 +90,7 @@ def waits(number: int) -> bool:
 
 def in_wait(go_on: threading.Event) -> tuple[threading.Thread, int]:
     thread, number = in_a_thread(lambda: wait(go_on))
-    while not waits(number):
-        signal.sigtimedwait((), 0.001)
+    until(lambda: waits(number))
     return thread, number
 
 
