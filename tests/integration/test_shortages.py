@@ -19,9 +19,9 @@ from pathlib import Path
 from lastwords.controller import handover
 from lastwords.controller.events import Remember
 from lastwords.controller.launch import start_successor
-from lastwords.controller.membership import Memory
+from lastwords.controller.events import JobMemory
 from lastwords.controller.handover import ControllerSpec
-from lastwords.controller.handover import Owner, StateFile
+from lastwords.controller.handover import StateFile, StateOwner
 from lastwords.errors import LastWordsError, is_shortage
 from lastwords.liveness import paths, process_id
 from lastwords.liveness.pidfd import PidWatcher
@@ -43,9 +43,9 @@ root, job, free = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 path = paths.state_path(job, 1)
 path.parent.mkdir(mode=0o700)
 killed = subprocess.Popen(["sleep", "60"])
-owner = Owner(killed.pid, process_id.start_ticks(killed.pid))
+owner = StateOwner(killed.pid, process_id.start_ticks(killed.pid))
 spec = ControllerSpec("127.0.0.1", int(sys.argv[4]), job, 1, 2, root)
-StateFile(path, owner, spec, "t0ken").write(Remember((), Memory()))
+StateFile(path, owner, spec, "t0ken").write(Remember((), JobMemory()))
 """
 
 WATCH = """
