@@ -21,7 +21,6 @@ from tests.patience import until
 pytestmark = pytest.mark.process
 
 PERIODIC = Job(incident=0)
-WAIT_S = 60.0
 
 
 @pytest.fixture
