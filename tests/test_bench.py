@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
+import functools
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import lastwords
 from bench import incident, scale
 from bench.peers.job import Update
 from bench.peers.verdict import Kill, first_difference, verdict
@@ -48,24 +50,50 @@ def test_the_copies_of_one_part_are_as_if_every_rank_had_written_its_own(
 ROOT = Path(__file__).parent.parent
 
 
+def _scripts(text: str) -> Iterator[ast.AST]:
+    """A file, and the scripts that it has in strings."""
+    yield (tree := ast.parse(text))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import " in node.value:
+            with contextlib.suppress(SyntaxError):
+                yield ast.parse(textwrap.dedent(node.value))
+
+
 def _taken(text: str) -> Iterator[tuple[str, str]]:
-    """Module and name of what a script takes from the product."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lastwords"):
-            yield from ((str(node.module), one.name) for one in node.names)
+    """Module and name of what a file takes from the product and from the tests."""
+    for node in (node for script in _scripts(text) for node in ast.walk(script)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("lastwords", "tests"):
+            yield from ((str(node.module), one.name) for one in node.names if one.name != "*")
+
+
+@functools.cache
+def _top_level(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    taken = {one.asname or one.name.split(".")[0] for node in imports for one in node.names}
+    return found | taken | {node.id for node in names}
 
 
 def _is_there(module: str, name: str) -> bool:
-    with contextlib.suppress(ModuleNotFoundError):
-        return hasattr(importlib.import_module(module), name) or bool(importlib.util.find_spec(f"{module}.{name}"))
-    return False
+    """Read and not imported, where it can be: some modules take seconds, and some need what is not installed."""
+    file = ROOT.joinpath(*(["src", *module.split(".")] if module.startswith("lastwords") else module.split(".")))
+    own = [path for path in (file.with_suffix(".py"), file / "__init__.py") if path.exists()]
+    below = any(path.exists() for path in (file / f"{name}.py", file / name))
+    lazy = module == "lastwords" and name in lastwords.__all__
+    return below or lazy or any(name in _top_level(path) for path in own)
 
 
-def test_scripts_that_no_test_runs_take_only_what_is_there() -> None:
-    texts = [path.read_text(encoding="utf-8") for folder in ("bench", "demo", "tools", "examples") for path in
+def test_files_take_only_names_that_are_there() -> None:
+    texts = [path.read_text(encoding="utf-8") for folder in ("bench", "demo", "tools", "examples", "tests") for path in
              (ROOT / folder).rglob("*.py")]  # fmt: skip
-    assert [taken for text in texts for taken in _taken(text) if not _is_there(*taken)] == []
-    assert not all(_is_there(*taken) for taken in _taken("from lastwords.clock import gone"))
+    assert sorted({taken for text in texts for taken in _taken(text) if not _is_there(*taken)}) == []
+    wrong = [
+        f"from {module} import gone" for module in ("lastwords.clock", "lastwords", "tests.patience", "tests.gone")
+    ]
+    wrong += ["script = 'from ' 'tests.patience ' 'import gone'"]
+    assert [_is_there(*taken) for text in wrong for taken in _taken(text)] == [False] * 5
 
 
 CALLS_MAX = 145

@@ -22,7 +22,8 @@ from lastwords.processor.core import ProcessorCore, ProcessorOptions
 from lastwords.processor.departure import EXIT_NOT_SAVED, Departure
 from lastwords.vocabulary import LoopBegin, LoopGo, Welcome
 from tests.integration.puppet import WAIT_S, PuppetProcess
-from tests.integration.test_controller_shell import TOKEN, Job, wait_for
+from tests.integration.test_controller_shell import TOKEN, Job
+from tests.patience import until
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +52,7 @@ def elsewhere(job: Job) -> list[PuppetProcess]:
 def stopped(job: Job, rank: PuppetProcess) -> int:
     """Stop a rank, and wait until the controller knows."""
     os.kill(rank.process.pid, signal.SIGSTOP)
-    wait_for(lambda: query_state(job.address, TOKEN).incident == 1)
+    until(lambda: query_state(job.address, TOKEN).incident == 1)
     return rank.process.pid
 
 

@@ -16,7 +16,8 @@ from lastwords.controller.takeover import query_state
 from lastwords.transport import channel_options, grpc
 from tests.integration.puppet import WAIT_S
 from tests.integration.stranger import Stranger
-from tests.integration.test_controller_shell import HOST, TOKEN, Job, job, train_processes, wait_for
+from tests.integration.test_controller_shell import HOST, TOKEN, Job, job, train_processes
+from tests.patience import until
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +53,7 @@ def test_connections_without_a_call_are_shed_and_sessions_stay(job: Job) -> None
     puppets = job.train(steps=1)
     with Stranger(HOST, job.spec.port, CONNECTIONS) as stranger:
         assert stranger.held > 0
-        wait_for(lambda: stranger.held == 0)
+        until(lambda: stranger.held == 0)
     assert all(puppet.session.up for puppet in puppets)
     assert query_state(job.address, TOKEN).incident == 0
 
