@@ -260,8 +260,8 @@ class Card:
     phases: where a rank may die, and in which step. told: phase, or "all" -> words, of which the reasons have to hold
     one, where "not exact" is an answer; everywhere else the resumed run has to be equal. nothing: phases in which
     there may be nothing to save. beside: names, of which one is named where the run differs, since the state is saved
-    by nobody. price: what exactness costs the
-    user, or the job. heavy: left to the thorough run. needs: the mechanism without which it goes wrong silently.
+    by nobody. price: what exactness costs the user, or the job. heavy: left to the thorough run. mixes: may be a part
+    of a mixture. victim: the rank that dies; -1 is the last.
     """
 
     name: str
@@ -273,7 +273,6 @@ class Card:
     beside: Words = ()
     price: str = ""
     heavy: bool = False
-    needs: str = ""
     mixes: bool = True
     victim: int = -1
 
