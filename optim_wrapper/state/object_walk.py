@@ -108,6 +108,7 @@ _NOTHING: Any = [0]
 _OF_ANY_LOADER = frozenset({*vars(DataLoader(_NOTHING)), "_iterator"})
 _PUBLIC_OF_LOADERS = frozenset(key for key in _OF_ANY_LOADER if not key.startswith("_"))
 
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 
 LARGE_ARRAY = "numpy.ndarray of "
@@ -747,9 +748,19 @@ def _set_by_torch(kind: type[Any]) -> frozenset[str]:
     names: set[str] = set()
     while codes:
         code = codes.pop()
-        names |= {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"}
+        names.update(_stored_by(code))
         codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
     return frozenset(names)
+
+
+def _stored_by(code: types.CodeType) -> Iterator[str]:
+    """Attributes that it assigns to. Reads the bytes, as `dis` takes fifty times as long."""
+    high = 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = high | low
+        if operation == _STORE_ATTR:
+            yield code.co_names[argument]
+        high = argument << 8 if operation == dis.EXTENDED_ARG else 0
 
 
 def _attributes(one: Any, own: Iterable[str]) -> list[str]:

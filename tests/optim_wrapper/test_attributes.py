@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import json
 import logging
@@ -404,6 +405,19 @@ class Scaled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.average, self._seen = 1.0, 0
+
+
+LONG = "def f(self):\n" + "".join(f"    self.a{n} = self.b{n}\n" for n in range(300)) + "    del self.gone\n"
+
+
+def test_what_code_assigns_to_is_what_dis_says_of_it() -> None:
+    names: dict[str, Any] = {}
+    exec(LONG, names)
+    ddp = [one.__code__ for one in vars(DistributedDataParallel).values() if hasattr(one, "__code__")]
+    for code in (*ddp, names["f"].__code__):
+        said = [one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"]
+        assert [*object_walk._stored_by(code)] == said
+    assert len(said) == 300
 
 
 @pytest.mark.parametrize(
