@@ -49,8 +49,8 @@ class Loop:
     def protect(self) -> Loop:
         """Watch it from now on."""
         self.watch = StateWatch(UnitView(self.model, self.optimizer), frozenset, lambda name: False)
-        self.watch.look()
-        self.watch.take(0)
+        self.watch.list_tensors()
+        self.watch.mark_end(0)
         return self
 
     def one_us(self) -> tuple[float, float]:
@@ -70,7 +70,7 @@ class Loop:
         if watch is not None:
             watch.end_update()
             watch.end_step(look=False)
-            watch.take(self.count)
+            watch.mark_end(self.count)
             spent_ns += time.perf_counter_ns() - ended_ns
         return (time.perf_counter_ns() - began_ns) / 1000, spent_ns / 1000
 
@@ -83,7 +83,7 @@ def measure(tensors: int, steps: int, *, moving: bool) -> dict[str, float]:
         plain.one_us(), watched.one_us()
     watch = watched.watch
     assert watch is not None
-    watch.look()
+    watch.list_tensors()
     pairs = [(plain.one_us(), watched.one_us()) for _ in range(steps)]
     spent = sorted(pair[1][1] for pair in pairs)
     return {

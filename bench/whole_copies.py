@@ -62,7 +62,7 @@ def measure(mib: int, repeat: int, folder: Path) -> tuple[dict[str, list[float]]
             target[:] = as_bytes(source() if callable(source) else source)
 
     def copy_now(step: int) -> None:
-        copies.take(step, {"u": view.state(keep=True)})
+        copies.copy(step, {"u": view.state(keep=True)})
 
     later = {spec.name for spec, _ in view.state().tensors}
     matrix = torch.randn(256, 256)

@@ -222,7 +222,7 @@ def _newest(
 
 def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
     for place, path in enumerate(paths):
-        found, claimed = look(path, os, every_file)
+        found, claimed = glance_or_examine(path, os, every_file)
         wanted = claimed is None or jobs is None or claimed.job in jobs
         if wanted and found.status is DirectoryStatus.UNREADABLE:
             raise StorageError(
@@ -240,7 +240,7 @@ def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, eve
     return None
 
 
-def look(path: Path, os: Os, every_file: bool = False) -> tuple[Found, Claimed | None]:
+def glance_or_examine(path: Path, os: Os, every_file: bool = False) -> tuple[Found, Claimed | None]:
     """As `examine`, with what the manifest says of itself; of a large checkpoint only what `manifest.glanced` looks at.
 
     every_file: see `manifest.glanced`.

@@ -254,7 +254,7 @@ def _complete(roots: Sequence[Path], job: str, os: Os) -> tuple[list[CompleteChe
             continue
         if Claimed.if_readable(path, os).job not in ("", job):
             continue
-        seen, said = load.look(path, os, every_file=True)
+        seen, said = load.glance_or_examine(path, os, every_file=True)
         if said is None or seen.status is not load.DirectoryStatus.COMPLETE:
             others.append(seen.why)
         elif said.job == job and (stamp := stamp_of(path, os)) is not None and stamp not in met:

@@ -177,7 +177,7 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
         logger.warning("could not look for stale directories in %s: %s", root, error)
         return removed
     removed += removal.finish(root, names, os)
-    claims = _Claims.look(root, names, (job, generation), os)
+    claims = _Claims.read(root, names, (job, generation), os)
     for name in names:
         found = layout.TemporaryName.parse(name)
         if found is None or (found.job == job and found.generation >= generation):
@@ -206,7 +206,7 @@ def under_way(roots: Sequence[Path], own: tuple[str, int], os: Os = REAL_OS) -> 
     """
     found: dict[str, tuple[float, ...]] = {}
     try:
-        held = _Claims.look(roots[0], os.listdir(roots[0]), own, os).held
+        held = _Claims.read(roots[0], os.listdir(roots[0]), own, os).held
         for root in roots:
             for name in os.listdir(root):
                 temporary = layout.TemporaryName.parse(name)
@@ -220,7 +220,7 @@ def under_way(roots: Sequence[Path], own: tuple[str, int], os: Os = REAL_OS) -> 
 
 def held(root: Path, names: list[str], os: Os = REAL_OS) -> frozenset[tuple[str, int]]:
     """Job and generation of every controller whose claim, out of `names` in `root`, says that it may live."""
-    return _Claims.look(root, names, ("", 0), os).held
+    return _Claims.read(root, names, ("", 0), os).held
 
 
 def _changed(tmp_dir: Path, os: Os) -> tuple[float, ...]:
@@ -238,7 +238,7 @@ class _Claims:
     dead: dict[tuple[str, int], bool]  # True: it ran on this host
 
     @staticmethod
-    def look(root: Path, names: list[str], own: tuple[str, int], os: Os) -> _Claims:
+    def read(root: Path, names: list[str], own: tuple[str, int], os: Os) -> _Claims:
         held: set[tuple[str, int]] = set()
         dead: dict[tuple[str, int], bool] = {}
         here = boot_id()

@@ -64,7 +64,7 @@ class Newest:
         self._until_s: float | None = None
         self.known: NewestKnown | None = None
 
-    def look(self) -> None:
+    def search(self) -> None:
         """Order a look; what older ones have found does not count any more."""
         self.known = None
         self._looks += 1
@@ -74,7 +74,7 @@ class Newest:
     def on_storage_moved(self) -> None:
         """The work on a periodic checkpoint has come further, perhaps to its end."""
         if self._one_more_comes and not self._context.publishing:
-            self.look()
+            self.search()
 
     def on_found(self, found: NewestKnown) -> None:
         """A look has ended; they do in their order."""
@@ -331,7 +331,7 @@ class Incident(IncidentState):
         self._unsettled = set(self._context.members.living)
         self._send_freeze(self._unsettled)
         self._arm_resend()
-        self.newest.look()
+        self.newest.search()
         self.advance()
 
     def _send_freeze(self, ranks: Iterable[int]) -> None:

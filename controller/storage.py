@@ -43,7 +43,7 @@ USAGE = 2
 
 
 class Uploads:
-    """For the thread of one storage queue. Starts nothing before `look`."""
+    """For the thread of one storage queue. Starts nothing before `wake`."""
 
     def __init__(self, spec: ControllerSpec, roots: Sequence[Path]) -> None:
         self._roots, self._remote = roots, str(address_of(spec.remote))
@@ -60,7 +60,7 @@ class Uploads:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """There may be a new checkpoint. A process that was killed is started again."""
         process = self._process
         if process is None or process.poll() not in (None, USAGE):
@@ -253,7 +253,7 @@ class StorageJobs:
             if removed:
                 _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
         if self._uploads is not None:
-            self._uploads.look()
+            self._uploads.wake()
 
     def _look_for_newest(self, effect: events.LookForNewest) -> None:
         try:
@@ -402,7 +402,7 @@ class StorageJobs:
         else:
             self._on_event(events.Published(effect.incident, effect.attempt, str(path)))
             if self._uploads is not None:
-                self._submit("tidying", self._uploads.look)
+                self._submit("tidying", self._uploads.wake)
 
     # ------------------------------------------------------------------ queues
 

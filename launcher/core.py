@@ -323,7 +323,7 @@ class Roster:
         """Something is due then, where it is not None."""
         self.earliest_s = min((at_s for at_s in (self.earliest_s, *instants_s) if at_s is not None), default=None)
 
-    def look(self) -> None:
+    def find_earliest(self) -> None:
         """What is due has been done; when is the next?"""
         self.earliest_s = None
         for one in self.ranks.values():
@@ -630,7 +630,7 @@ class LauncherCore:
                 named += 1
                 if named <= NAMED_RANKS_MAX:
                     effects.append(Awaited(rank, NOT_ENDED, None if one.due_s is None else one.due_s - now_s))
-        self._ranks.look()
+        self._ranks.find_earliest()
         return effects
 
     def _stopped(self, rank: int, now_s: float) -> list[Effect]:

@@ -140,7 +140,7 @@ class ForkServer:
                 )
             self._link.tell(message)
 
-    def look(self) -> float | None:
+    def supervise(self) -> float | None:
         """In how many seconds to look again whether it does what it was asked to; None: it has done all."""
         if not self._wanted:
             return None

@@ -213,7 +213,7 @@ class Listener:
         self._server.close()
 
     def _accept(self) -> None:
-        if (taken := self._reception.take()) is None:
+        if (taken := self._reception.accept()) is None:
             return
         self._strangers = [one for one in self._strangers if one.connection.open and not one.known]
         if len(self._strangers) >= STRANGERS_MAX:

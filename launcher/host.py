@@ -358,7 +358,7 @@ class Host:
         self._spawn_all(more, order.step)
 
     def _look_at_forks(self) -> None:
-        if (again_s := self._forks.look()) is not None:
+        if (again_s := self._forks.supervise()) is not None:
             self._later.append((mono_s() + again_s, self._look_at_forks))
 
     def _spawn_all(self, more: Mapping[str, str], step: int) -> None:
@@ -414,13 +414,13 @@ class Host:
     def _clear_up(self) -> None:
         """What ranks of the generation before have left behind would meet those of the next one."""
         for pid, name in end_orphans(self._sessions, {*self._own, *self._served}):
-            if self._forks.look() is None:  # else it may be a fork that is not known yet
+            if self._forks.supervise() is None:  # else it may be a fork that is not known yet
                 self._say_once(f"process {pid} ({name}) has outlived the rank that started it, and goes on")
         self._sessions.clear()
         self._served.clear()
 
     def _collect_orphans(self) -> None:
-        if self._forks.look() is None:  # else a fork may have ended that is not known yet
+        if self._forks.supervise() is None:  # else a fork may have ended that is not known yet
             collect_orphans({*self._own, *self._served})
         self._later.append((mono_s() + COLLECT_S, self._collect_orphans))
 

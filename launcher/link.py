@@ -263,7 +263,7 @@ class Reception:
         self._server = server
         self._failed_s = -math.inf
 
-    def take(self) -> tuple[socket.socket, str] | None:
+    def accept(self) -> tuple[socket.socket, str] | None:
         """A connection that somebody has made, and from which address: one that was reset does not say it any more.
 
         None where nobody has, and where it fails, after a pause: there may be no descriptor left.

@@ -319,7 +319,7 @@ class Scheduler:
         """All that are pending: one at a time, the last ones have given up before it is their turn, and come again."""
         self._strangers = [one for one in self._strangers if one.connection.open and one.rank == OWN]
         for _ in range(max(1, self._strangers_max - len(self._strangers))):
-            if (taken := reception.take()) is None:
+            if (taken := reception.accept()) is None:
                 return
             one = _Link(*taken, self._selector, self)
             if one.connection.has_gone:

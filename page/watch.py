@@ -68,7 +68,7 @@ class JobFiles:
         self._seen_mtime_ns = -1
         self._examined: dict[tuple[str, int, int], Mapping[str, Any]] = {}
 
-    def look(self) -> FilesFound:
+    def read(self) -> FilesFound:
         """Reads what is new."""
         note = ""
         try:
@@ -221,7 +221,7 @@ class JobWatch:
         if self._reading is None:
             if self._files is None or self._files.root != root:
                 self._files = JobFiles(root)
-            self._reading = asyncio.create_task(asyncio.to_thread(self._files.look))
+            self._reading = asyncio.create_task(asyncio.to_thread(self._files.read))
             self._reading_since_s = clock.mono_s()
         await asyncio.wait([self._reading], timeout=FILES_WAIT_S)
         if not self._reading.done():

@@ -67,7 +67,7 @@ class SessionLike(Protocol):
 
     def send(self, report: Report) -> None: ...
 
-    def look(self, asks: bool, now_s: float) -> None: ...
+    def ask_if_silent(self, asks: bool, now_s: float) -> None: ...
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -200,7 +200,7 @@ class Whereabouts:
         That one waits where the thread has stopped inside the log. Without one, the stack is only reported.
         """
 
-        def look() -> None:
+        def tell() -> None:
             try:
                 report(Stack(rank, generation, stack := self.stack()))
                 _log.warning("%s\n%s", text, stack)
@@ -208,7 +208,7 @@ class Whereabouts:
                 _log.exception("the stack of rank %d could not be told", rank)
 
         try:
-            return threads.start(look, name="lastwords-stack")
+            return threads.start(tell, name="lastwords-stack")
         except UnavailableError:
             report(Stack(rank, generation, self.stack()))
             return None
@@ -633,7 +633,7 @@ class Agent:
             self._say_goodbye()
             stand, asks = core.stand, core.asks
         if self._session is not None:
-            self._session.look(asks, now_s)
+            self._session.ask_if_silent(asks, now_s)
         status = Status(core.rank, core.generation, stand, *self._whereabouts.places(stand, now_s), self.work.seconds)
         if status != self._status_sent:
             self._status_sent = status

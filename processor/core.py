@@ -305,7 +305,7 @@ class ProcessorCore(CoreState):
 
     def take_effects(self) -> list[Effect]:
         """All effects since the last call, in order."""
-        return self._outbox.take()
+        return self._outbox.drain()
 
     # ------------------------------------------------------------------ training thread
 

@@ -228,7 +228,7 @@ class Departure:
         found: list[Exit | None] = []
         looked = threading.Event()
 
-        def look() -> None:
+        def read() -> None:
             try:
                 found.append(self._recorded())
             except Exception:  # the outermost frame of this thread: nothing is known then
@@ -236,7 +236,7 @@ class Departure:
             finally:
                 looked.set()
 
-        threads.run(look, name="lastwords-look")
+        threads.run(read, name="lastwords-look")
         looked.wait(LOOK_UP_S)
         return found[0] if found else None
 

@@ -357,7 +357,7 @@ class Outbox:
         """Append a report to the controller."""
         self.effects.append(SendReport(report))
 
-    def take(self) -> list[Effect]:
+    def drain(self) -> list[Effect]:
         """All effects since the last call, in order."""
         effects = [*self.effects]
         self.effects.clear()

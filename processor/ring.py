@@ -39,7 +39,7 @@ from lastwords.vocabulary import DeathSource, PeerDied, ProcessId
 # so a wrong decision costs a process that looks and leaves again.
 #
 # A rank of any host counts every word of its session as a sign of life, too. Without one for `unanswered_s`, and with
-# something to say, it asks there (`processor.session.Session.look`), since nobody may be left who could do more.
+# something to say, it asks there (`Session.ask_if_silent`), since nobody may be left who could do more.
 
 ASK_TURN_S = 3.0
 """The first living rank of the host asks, for 2 s, and starts the next controller; the others give it that time.
@@ -51,8 +51,8 @@ class Silence:
     """How long the controller has been silent, for one rank of its host. `now_s`: own time (`clock.OwnTime`).
 
     >>> silence = Silence(ProcessorOptions(unanswered_s=5.0, controller_silent_s=10.0))
-    >>> silence.look(beat=1, now_s=0.0)
-    >>> silence.look(beat=2, now_s=0.5)
+    >>> silence.hear(beat=1, now_s=0.0)
+    >>> silence.hear(beat=2, now_s=0.5)
     >>> [silence.is_over(asks, is_first=True, now_s=5.5) for asks in (True, False)]
     [True, False]
     >>> [silence.is_over(asks, is_first=True, now_s=10.5) for asks in (True, False)]
@@ -69,7 +69,7 @@ class Silence:
         """Another controller serves, or this one has answered: it has all its time again."""
         self._since_s = now_s
 
-    def look(self, beat: int | None, now_s: float) -> None:
+    def hear(self, beat: int | None, now_s: float) -> None:
         """`beat`: the newest one, None while nothing can be heard from the controller."""
         if self._since_s is None or (beat is not None and beat != self._beat):
             self._since_s = now_s

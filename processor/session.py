@@ -182,12 +182,12 @@ class Session:
         if self._drops and not drops:
             _log.warning("the controller at %s does not receive reports; the oldest ones are dropped", self.address)
 
-    def look(self, asks: bool, now_s: float) -> None:
+    def ask_if_silent(self, asks: bool, now_s: float) -> None:
         """Ask a controller that has been silent for too long; the connection ends if it does not answer within
         `ANSWER_S`. Its event loop hangs then, while the threads of its gRPC go on answering pings; the next connection
         comes up as soon as it answers. Called by one thread, often; never waits. asks, now_s: as `Silence` has them.
         """
-        self._silence.look(self._heard if self._up else None, now_s)
+        self._silence.hear(self._heard if self._up else None, now_s)
         if asks and self._silence.is_over(asks, is_first=True, now_s=now_s):
             self._silence.begin(now_s)
             self._ask()

@@ -156,7 +156,7 @@ class WholeCopies:
         _log.warning("rank %d has no copy of its last step, after which the loop has changed its weights", self.rank)
         return False
 
-    def take(self, step: int, states: Mapping[str, UnitState], local: LocalState | None = None) -> None:
+    def copy(self, step: int, states: Mapping[str, UnitState], local: LocalState | None = None) -> None:
         """`begin`, all at once. OSError, MemoryError."""
         self.finish()
         number, file, _ = self._take(step, states, (), local)

@@ -153,7 +153,7 @@ def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> lis
     """The complete checkpoints (of a job), newest first. StorageError where a directory cannot be listed."""
     found: dict[Path, Claimed] = {}
     for path in load.candidates(roots, os):
-        seen, said = load.look(path, os, every_file=True)
+        seen, said = load.glance_or_examine(path, os, every_file=True)
         if said is not None and seen.status is load.DirectoryStatus.COMPLETE and job in (None, said.job):
             found[path] = said
     named = [Local(path, name_here(path, os), found[path]) for path in load.newest_first(found)]

@@ -236,7 +236,7 @@ class BoxTensors:
             kept.waits, kept._first = False, None
             self._see(kept)
 
-    def look(self) -> None:
+    def make_room(self) -> None:
         """At a step's end: what has another form gets room for it."""
         if not self._reshaped:
             return

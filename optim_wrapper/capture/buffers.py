@@ -167,7 +167,7 @@ class Buffers:
         self.tensors.want(PREFIX + name)
         return name in self.captured or self.tensors.reshaped(PREFIX + name)  # then from the step's end on
 
-    def look(self) -> None:
+    def admit_late(self) -> None:
         """See which have come."""
         self._admit(late=True)
 

@@ -152,7 +152,7 @@ class GradientHabit:
             return True
         return False
 
-    def look(self) -> None:
+    def choose_anew(self) -> None:
         """See anew, at the end of this step, which parameters are frozen."""
         self._all = []
 
@@ -507,7 +507,7 @@ class CarriedGradients:
 
     def _look(self) -> None:
         for habit in self.habits:
-            habit.look()
+            habit.choose_anew()
         self._know(lambda name, one: one.grad is not None or name in self._strays_by_name or name in self._in_modules)
 
     def _know(self, wanted: Callable[[str, torch.Tensor], bool]) -> None:
@@ -518,7 +518,7 @@ class CarriedGradients:
         self._with_leaves = bool(leaves)
         self._strays_by_name = {name: one for name, one in strays.items() if wanted(name, one)}
         self._strays.optimizer.param_groups[0]["params"] = [*self._strays_by_name.values()]
-        self._strays.look()
+        self._strays.choose_anew()
         self._count = self._counted()
 
     def _parameters(self, *, trained: bool) -> dict[str, torch.Tensor]:

@@ -63,9 +63,9 @@ class _Words:
         # In an incident nothing is allocated on a device: that may wait for all that the device has to do.
         self._now = torch.empty(len(places), dtype=torch.uint8, device=device)
         self._differs = torch.empty_like(self._now, dtype=torch.bool)
-        self.changed(self.take())  # a kernel that runs for the first time is loaded, which waits for the device as well
+        self.changed(self.read())  # a kernel that runs for the first time is loaded, which waits for the device as well
 
-    def take(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def read(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """As they are when the current stream has got here; of the tensors in between only."""
         start, stop = self.ends[begin - 1] if begin else 0, self.ends[-1 if end is None else end - 1]
         return self._memory.index_select(0, self._places[start:stop])
@@ -131,7 +131,7 @@ class DeviceMarks:
         words, events = [], []
         for one in of:
             with torch.cuda.device(one.device), _of_memory():
-                words.append(one.words.take())
+                words.append(one.words.read())
                 events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
                 events[-1].record()
         return DeviceMark(of, events, words)
@@ -193,10 +193,10 @@ class DeviceCopies:
                 return False
             with torch.cuda.stream(self._marks.stream(one.device)), torch.no_grad():
                 for begin, end in one.parts:
-                    before.append(one.words.take(begin, end))
+                    before.append(one.words.read(begin, end))
                     targets = [tensors[at] for at in one.places[begin:end]]
                     foreach_copy(targets, one.flat[begin:end], non_blocking=True)
-                    after.append(one.words.take(begin, end))
+                    after.append(one.words.read(begin, end))
             looks.append((before, after))
         same = True
         for one, words, (before, after) in zip(mark.of, mark.words, looks, strict=True):

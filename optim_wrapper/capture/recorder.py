@@ -417,11 +417,11 @@ class StepRecorder:
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
         self._extras_now = self.extras.first()
         self._local_now = self.local_extras.first()  # a loader may draw numbers for that
-        self.tensors.look()
-        self.buffers.look()
+        self.tensors.make_room()
+        self.buffers.admit_late()
         self.attributes.begin()
         self._know_constants()
-        self.watch.look()
+        self.watch.list_tensors()
         self._make_room()
         if step_regions:
             self.local_extras.reopen_loaders()
@@ -629,9 +629,9 @@ class StepRecorder:
         """At a step's end, before it is copied: what has to be copied of it, and what has moved since the update."""
         updated = self.watch.updating
         moved = self.watch.end_step(look=look)
-        self.tensors.look()
+        self.tensors.make_room()
         if look:
-            self.buffers.look()
+            self.buffers.admit_late()
         self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
         if self.tensors.needs_room:
             self._make_room()
@@ -647,7 +647,7 @@ class StepRecorder:
         self.named = position or self.named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if ahead else begin(None, self.named, names_steps, ahead=ahead)
-        self.watch.take(step)
+        self.watch.mark_end(step)
         self._of_all = self._said_of_all()
         if self._box is not None:
             local = self._local(self._local_now) if self.local_extras else b""

@@ -247,7 +247,7 @@ class BoundaryCopies:
 
     # ------------------------------------------------------------------ host memory
 
-    def take(self, step: int) -> None:
+    def copy(self, step: int) -> None:
         """All of them, as they are at the end of `step`."""
         self._step = -1
         live = self._live
@@ -478,7 +478,7 @@ class StateWatch:
         if self._counts.end_step(entries):
             moved[AMOUNT] = 1
         if look or entries != self._entries or self._witness.modules_change:
-            self.look()
+            self.list_tensors()
         return moved
 
     def _written(self, since: Mark, until: Mark) -> dict[str, int]:
@@ -520,14 +520,14 @@ class StateWatch:
         more, self._keeps_more = self._keeps_more, False
         return not more
 
-    def look(self) -> None:
+    def list_tensors(self) -> None:
         """See which tensors there are now."""
         self._optimizers[:] = with_state(self._view.optimizer).values()
         self._entries = self._counts.now()
         self._parameters = [*self._view.all_names().parameters.values()]
-        self._witness.look()
+        self._witness.list_tensors()
         self._share()
-        self.values.look()
+        self.values.list_values()
         if self.copies:
             self.copies.follow(self._witness.get)
 
@@ -538,7 +538,7 @@ class StateWatch:
                 self._announced.add(reason)
                 _log.warning("%s: it is not saved, and a resume will not be exact", reason)
 
-    def take(self, step: int, *, digests: bool = False) -> None:
+    def mark_end(self, step: int, *, digests: bool = False) -> None:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
         newest, self._newest = self._newest, None
         if newest is None or newest[0].look != self._witness.looks or newest[0].round != step % ROUNDS:
@@ -552,8 +552,8 @@ class StateWatch:
             _log.info("what lies on devices is not looked at in step %d: %s", step, error)
         if self.copies:
             self.copies.follow(self._witness.live)
-            self.copies.take(step)
-        self.values.take(step)
+            self.copies.copy(step)
+        self.values.mark_end(step)
         self._steps += 1
         self._looks_closely = self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
         self._digests = {}
@@ -576,10 +576,10 @@ class StateWatch:
         return self._devices.mark(there) if there else None
 
     def again(self, step: int) -> list[str]:
-        """`take` once more, where anything has moved since; what has."""
+        """`mark_end` once more, where anything has moved since; what has."""
         moved = [] if self._ended is None else self._witness.moved(self._ended)
         if moved:
-            self.take(step)
+            self.mark_end(step)
         return [f"the {some(moved)}"] if moved else []
 
     def know(self, own: Iterable[OwnState]) -> None:
@@ -589,7 +589,7 @@ class StateWatch:
 
     def keep(self, names: Iterable[StateName]) -> None:
         """Copy these from now on: a run that is resumed has found that they move."""
-        self._witness.look()
+        self._witness.list_tensors()
         self._promote([name for name in names if self._witness.get(name) is not None])
 
     def alike(self) -> dict[str, Marks]:

@@ -108,7 +108,7 @@ class _Lying(NamedTuple):
 
 
 class Witness:
-    """Marks of the tensors that `every` names; asked again at `look`, which belongs to the training thread.
+    """Marks of the tensors that `every` names; asked again at `list_tensors`, which belongs to the training thread.
 
     Other methods may be called by any thread. sampled: whether words are looked at.
     """
@@ -129,7 +129,7 @@ class Witness:
         self._lying: _Lying
         self._enrol({})
 
-    def look(self) -> None:
+    def list_tensors(self) -> None:
         """See which tensors there are now. What stands in one's place every now and then is told by itself alone."""
         before, slots = self._slots, {name: slot for name, slot in self._every().items() if _can_be_read(slot.tensor)}
         for name, slot in slots.items():

@@ -186,7 +186,7 @@ class ControllerWatch:
 
     def _is_silent(self) -> bool:
         now_s, asks = self._own_time.at(clock.mono_s()), self._asks()
-        self._silence.look(handover.beat(self._path) if self._reached() else None, now_s)
+        self._silence.hear(handover.beat(self._path) if self._reached() else None, now_s)
         if not self._silence.is_over(asks, is_first=True, now_s=now_s) or not self._wanted():
             return False
         is_first = self._living_before() == 0

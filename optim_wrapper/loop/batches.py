@@ -240,7 +240,7 @@ class Batches:
                 self.loader.__class__ = ours
 
     def _taken(self) -> dict[str, bytes]:
-        return {name: state.take() for name, state in self._streams.items()}
+        return {name: state.read() for name, state in self._streams.items()}
 
     def _put(self, states: Mapping[str, bytes]) -> None:
         for name, state in states.items():

@@ -37,9 +37,9 @@ SavedGenerators = Mapping[str, tuple[str, bytes]]
 
 
 class GeneratorState(NamedTuple):
-    """How the state of one generator is taken, and put back."""
+    """How the state of one generator is read, and put back."""
 
-    take: Callable[[], bytes]
+    read: Callable[[], bytes]
     put: Callable[[bytes], None]
 
 
@@ -49,12 +49,12 @@ class _Generator:
     def __init__(self, generator: Any, state: GeneratorState, *, ends: int) -> None:
         self.generator, self.state, self.kind, self.ends = generator, state, kind_of(generator), ends
         self.taken, self.text = b"", b""
-        self.take()
+        self.member()
         self.found_as = self.taken
 
-    def take(self) -> bytes:
+    def member(self) -> bytes:
         """The member of a document: JSON."""
-        now = self.state.take()
+        now = self.state.read()
         if now != self.taken:
             self.taken = now
             self.text = json.dumps([self.kind, base64.b64encode(now).decode("ascii")]).encode()
@@ -148,7 +148,7 @@ class Generators:
         now = self._follow(part(), ends=1)
         for path, leaf in [*self._passing.items()]:
             if leaf is not None:  # is what was found there at the newest look used in a later step after all?
-                used = now.get(path) is leaf.generator or leaf.state.take() != leaf.found_as
+                used = now.get(path) is leaf.generator or leaf.state.read() != leaf.found_as
                 self._passing[path] = None
                 if used and path in now:
                     del self._passing[path]
@@ -165,7 +165,7 @@ class Generators:
                 leaf.ends += ends * (path in now)
                 continue
             del self._leaves[path]
-            if leaf.ends == 0 and leaf.state.take() == leaf.found_as:
+            if leaf.ends == 0 and leaf.state.read() == leaf.found_as:
                 self._passing[path] = None
             else:
                 self._meet(path, now[path])
@@ -177,7 +177,7 @@ class Generators:
         """The member of a step's document, with a comma first; empty if there are none."""
         if not self._leaves:
             return b""
-        texts = [b"%s:%s" % (json.dumps(path).encode(), one.take()) for path, one in self._leaves.items()]
+        texts = [b"%s:%s" % (json.dumps(path).encode(), one.member()) for path, one in self._leaves.items()]
         if sum(map(len, texts)) > BYTES_MAX:
             self.ledger.tell(f"the states of {len(texts)} random generators are too large to be saved with each step")
             return b""
@@ -187,11 +187,11 @@ class Generators:
 
     def states(self) -> dict[str, bytes]:
         """What they are like now."""
-        return {path: one.state.take() for path, one in self._leaves.items()}
+        return {path: one.state.read() for path, one in self._leaves.items()}
 
     def drawn(self) -> str:
         """One that has drawn since the newest document; empty if none has."""
-        return next((path for path, one in self._leaves.items() if one.state.take() != one.taken), "")
+        return next((path for path, one in self._leaves.items() if one.state.read() != one.taken), "")
 
     def unseen(self, walk: Walk) -> list[str]:
         """Those that have come since the newest look."""
@@ -273,7 +273,7 @@ def state_of(generator: Any) -> GeneratorState | None:
                 lambda: b"%d" % getattr(generator, _SPAWNED), lambda data: _spawn_up_to(generator, int(data))
             )
         state = _of_bits(generator.bit_generator if isinstance(generator, np.random.Generator) else generator)
-        state.take()
+        state.read()
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError):
         return None
     return state
@@ -284,17 +284,17 @@ def of_stream(stream: Stream) -> GeneratorState:
     memory = bytearray(stream.region.nbytes)
     copy = stream.into(memoryview(memory))
 
-    def take() -> bytes:
+    def read() -> bytes:
         copy()
         return bytes(memory)
 
-    return GeneratorState(take, stream.restore)
+    return GeneratorState(read, stream.restore)
 
 
 def _of_bits(bits: Any) -> GeneratorState:
     seeds = getattr(bits, "seed_seq", None)
 
-    def take() -> bytes:
+    def read() -> bytes:
         return json.dumps([bits.state, getattr(seeds, _SPAWNED, 0)], default=_listed).encode()
 
     def put(data: bytes) -> None:
@@ -305,7 +305,7 @@ def _of_bits(bits: Any) -> GeneratorState:
         except (KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"this is not a state of a {type(bits).__name__}: {error}") from error
 
-    return GeneratorState(take, put)
+    return GeneratorState(read, put)
 
 
 def _spawn_up_to(seeds: Any, count: int) -> None:

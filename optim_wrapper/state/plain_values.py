@@ -105,7 +105,7 @@ class PlainValues:
         self._called = {"groups": "optimizer's param_groups"}
         self._said: tuple[object, bytes] = None, b""
 
-    def look(self) -> None:
+    def list_values(self) -> None:
         """See which values there are now: microseconds for each parameter."""
         every = [*_places_in(self._optimizer, {id(tensor): name for name, tensor in self._parameters().items()})]
         self._places = [place for place in every if place.numbers]
@@ -129,7 +129,7 @@ class PlainValues:
             self._fixed = all(is_fixed(one) for copy in self._copies for one in copy.values() if type(one) not in ATOMS)
         return self._copies
 
-    def take(self, step: int) -> None:
+    def mark_end(self, step: int) -> None:
         """The end of `step`, which may come twice."""
         if step != self._step:
             self._before, self._step = dict(self._now), step
@@ -152,8 +152,8 @@ class PlainValues:
             elif _count(value):
                 place.leaves, place.copy = flattened(value), copied(value)
             else:
-                self.look()  # another key has come for it; or it is a tensor, as in LBFGS after its first iteration
-                self.take(step)
+                self.list_values()  # another key, or a tensor now, as in LBFGS after its first iteration
+                self.mark_end(step)
                 return
         self._taken = places
         self._now["numbers"] = _sum(seen, _forms(leaf for place in places for leaf in place.leaves))
@@ -200,7 +200,7 @@ class PlainValues:
 
         Returns why the outcome is not exact, if it is not.
         """
-        self.look()
+        self.list_values()
         if not saved:
             return []
         own = unpack(saved, "numbers")

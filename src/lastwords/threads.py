@@ -115,7 +115,7 @@ class _Reserve:
         for one in ended:
             one.thread.join()
 
-    def take(self, task: _Task) -> bool:
+    def give(self, task: _Task) -> bool:
         with self._lock:
             if not self._idle:
                 return False
@@ -150,7 +150,7 @@ def run(target: Callable[[], object], *, name: str) -> None:
     try:
         start(target, name=name)
     except UnavailableError:
-        if not _reserve.take(target):
+        if not _reserve.give(target):
             raise
 
 

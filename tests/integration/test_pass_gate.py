@@ -50,7 +50,7 @@ class Listener:
     def __init__(self) -> None:
         self.reports: list[Report] = []
 
-    def look(self, asks: bool, now_s: float) -> None:
+    def ask_if_silent(self, asks: bool, now_s: float) -> None:
         pass
 
     def send(self, report: Report) -> None:

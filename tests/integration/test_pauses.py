@@ -100,7 +100,7 @@ class _Nobody:
     def __init__(self) -> None:
         self.asked_to_begin = threading.Event()
 
-    def look(self, asks: bool, now_s: float) -> None:
+    def ask_if_silent(self, asks: bool, now_s: float) -> None:
         pass
 
     def send(self, report: Any) -> None:

@@ -203,7 +203,7 @@ def test_a_broken_session_comes_back_with_a_fresh_hello(controller: Controller, 
 def look(rank: Rank, seconds: float, *, asks: bool) -> None:
     """For so long the rank looks, and hears no word."""
     for tenths in range(round(seconds * 10) + 1):
-        rank.session.look(asks, tenths / 10)
+        rank.session.ask_if_silent(asks, tenths / 10)
 
 
 def test_a_controller_is_asked_after_a_silence_by_who_has_something_to_say(controller: Controller, rank: Rank) -> None:
@@ -212,7 +212,7 @@ def test_a_controller_is_asked_after_a_silence_by_who_has_something_to_say(contr
     rank.session.send(Status(1, 0, Stand(Phase.READY, 1)))
     controller.hear(Status)
     assert controller.asked.empty()
-    rank.session.look(True, 100.0)
+    rank.session.ask_if_silent(True, 100.0)
     with_ranks = controller.asked.get(timeout=WAIT_S)
     assert not with_ranks
     assert rank.session.up

@@ -53,7 +53,7 @@ def test_nothing_goes_here_before_it_has_gone_there(uploads: Uploads, here: Path
     """From the start of the process on, long before it has a store."""
     (checkpoint,) = load.scan(here)
     assert not uploader.not_uploaded(here)(checkpoint.path)
-    uploads.look()
+    uploads.wake()
     assert uploader.not_uploaded(here)(checkpoint.path)
     until(lambda: not uploader.not_uploaded(here)(checkpoint.path))
 
@@ -61,17 +61,17 @@ def test_nothing_goes_here_before_it_has_gone_there(uploads: Uploads, here: Path
 def test_each_checkpoint_is_uploaded_whatever_becomes_of_the_process(
     uploads: Uploads, here: Path, there: RemotePath
 ) -> None:
-    uploads.look()
+    uploads.wake()
     until(lambda: steps(there) == [31])
     PERIODIC.again(attempt=2).save(here, 32)
-    uploads.look()
+    uploads.wake()
     until(lambda: steps(there) == [31, 32])
     first = uploads.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     until(lambda: uploads.pid is None)
     PERIODIC.again(attempt=3).save(here, 33)
-    uploads.look()
+    uploads.wake()
     assert uploads.pid not in (None, first)
     PERIODIC.again(attempt=4).save(here, 34)
     uploads.close()  # what there is then is uploaded before it ends

@@ -168,14 +168,14 @@ def test_a_fork_server_that_is_stopped_is_replaced(
         os.kill(served.server.pid, signal.SIGSTOP)
         fork = Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)
         served.server.fork([fork])
-        assert served.server.look() is not None
+        assert served.server.supervise() is not None
         assert not caplog.messages
         monkeypatch.setattr(forks, "HUNG_S", 0.0)
         old = served.server.pid
-        served.server.look()
+        served.server.supervise()
         while not served.processes:
             served.turn()
-        assert served.server.look() is None
+        assert served.server.supervise() is None
         assert served.processes[0].wait(60) == 0
         golden.says("\n".join(caplog.messages).replace(str(old), "PID"))
 
@@ -190,10 +190,10 @@ def test_a_fork_server_that_imports_for_long_is_named_and_one_that_is_stopped_me
         served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)])
         with monkeypatch.context() as impatient:
             impatient.setattr(forks, "HUNG_S", 0.0)
-            served.server.look()
+            served.server.supervise()
             os.kill(old, signal.SIGSTOP)
             until(lambda: is_stopped(old), "it is stopped")
-            served.server.look()
+            served.server.supervise()
         while not served.processes:
             served.turn()
         assert served.processes[0].wait(60) == 0
@@ -247,7 +247,7 @@ def test_what_is_too_long_to_be_said_to_a_fork_server_is_named_and_it_lives(
         served.ready()
         served.server.fork([Fork(1, {"LONG": "x" * 1000}, ["train.py"], False, "", "", 1, "", 0, "", 0)])
         golden.says(served.failures)
-        assert served.server.look() is None, "nothing is wanted any more"
+        assert served.server.supervise() is None, "nothing is wanted any more"
 
 
 def test_the_directory_of_a_ranks_output_is_made_anew_and_where_that_fails_it_writes_where_its_launcher_does(
@@ -309,10 +309,10 @@ def test_a_fork_server_that_cannot_be_started_for_lack_of_descriptors_is_started
         while served.server.pid:
             served.turn()
         served.server.fork([Fork(1, environment(RANK="1"), [str(script)], False, "", "", 1, "", 0, "", 0)])
-        assert served.server.look() is not None
+        assert served.server.supervise() is not None
         assert not served.failures
         monkeypatch.setattr(subprocess, "Popen", plain)
-        assert served.server.look() is not None
+        assert served.server.supervise() is not None
         while not served.processes:
             served.turn()
         assert served.processes[0].wait(60) == 0

@@ -92,7 +92,7 @@ class Forks:
     def fork(self, forks: Sequence[Fork]) -> None:
         self.asked.append(forks)
 
-    def look(self) -> None:
+    def supervise(self) -> None:
         """It has done all."""
 
     def end(self) -> None:

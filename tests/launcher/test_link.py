@@ -135,17 +135,17 @@ def test_a_shortage_of_descriptors_is_told_once_and_again_only_if_it_had_passed(
     with link.listening(0, 8) as server:
         for _ in range(100):
             short[0] = True
-            assert reception.take() is None
+            assert reception.accept() is None
             short[0] = False
             with socket.create_connection(("127.0.0.1", server.getsockname()[1])):
-                taken = reception.take()
+                taken = reception.accept()
                 assert taken is not None
                 taken[0].close()
-        assert reception.take() is None
+        assert reception.accept() is None
     golden.says("\n".join(caplog.messages))
     now_s += link.SILENCE_S + 1
     short[0] = True
-    assert reception.take() is None
+    assert reception.accept() is None
     assert len(caplog.messages) == 2
 
 

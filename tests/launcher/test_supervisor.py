@@ -218,7 +218,7 @@ def test_a_rank_that_is_told_to_end_while_it_is_forked_ends_and_nobody_else(
 ) -> None:
     """Until then there is no process of it, whose number is 0: that of a whole process group."""
     kill, signals = os.kill, list[tuple[int, int]]()
-    forks: Any = SimpleNamespace(pid=1, fork=lambda _: None, look=lambda: None)
+    forks: Any = SimpleNamespace(pid=1, fork=lambda _: None, supervise=lambda: None)
     seat = RankSeat(sys.executable, ("-u", "train.py"), {})
     with selectors.DefaultSelector() as selector:
         program = Program(sys.executable, is_module=False, threads=1)

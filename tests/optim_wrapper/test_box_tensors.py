@@ -99,7 +99,7 @@ def test_gradients_of_another_type_are_refused_before_anything_changes(tmp_path:
     double = RegionCopy("F64", (2, 2), memoryview(bytes(32)))
     buffer = RegionCopy("F32", (2,), memoryview(bytes(8)))
     loop.net.register_buffer("mean", torch.ones(2))
-    loop.recorder.buffers.look()
+    loop.recorder.buffers.admit_late()
     with pytest.raises(MismatchError):
         loop.recorder.restore_own({"grad/weight": double, "buffer/mean": buffer}, SavedForms())
     assert loop.net.mean.tolist() == [1.0, 1.0]  # type: ignore[union-attr,operator]

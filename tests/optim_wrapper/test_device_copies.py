@@ -308,7 +308,7 @@ def test_a_device_without_memory_costs_a_look_and_a_copy_and_never_a_step(
         raise torch.OutOfMemoryError("no memory is left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_copies._Words, "take", full)
+        patch.setattr(device_copies._Words, "read", full)
         loop.train()
         loop.recorder.finish_copy()
         assert loop.recorder.watch._moved_there() == []

@@ -168,7 +168,7 @@ def test_a_buffer_that_gets_another_form_gets_room_for_it(tmp_path: Path) -> Non
     capture.tensors.bind(box)
     ema.module[1].running_mean = torch.full((5,), 2.0)
     write(box, capture, 1)
-    capture.tensors.look()
+    capture.tensors.make_room()
     assert capture.tensors.needs_room
     box = BlackBox.create(tmp_path / "box", BoxLayout(capture.tensors.regions))
     capture.tensors.bind(box)

@@ -142,7 +142,7 @@ def test_what_comes_to_a_model_without_buffers_gets_room(tmp_path: Path) -> None
     box = BlackBox.create(tmp_path / "rank_0.box", BoxLayout(regions((tensors,))))
     BoxRecorder(box, (tensors,), Late()).committed(1, b"{}")
     model.register_buffer("late", torch.ones(3))
-    buffers.look()
+    buffers.admit_late()
     assert tensors.needs_room
 
 

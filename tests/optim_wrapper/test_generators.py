@@ -266,7 +266,7 @@ def test_every_kind_of_generator_goes_on_in_another_process_where_it_was_taken(k
     assert state is not None
     for _ in range(3):
         draw(generator)
-        taken = state.take()
+        taken = state.read()
         expected = draw(generator)
         again = MAKE[kind]()
         assert draw(again) != expected, "the control"

@@ -186,7 +186,7 @@ def test_a_frozen_parameter_that_keeps_its_gradient_is_seen_at_the_next_look() -
     loop.used = False
     assert loop.run(3).habit.habit is Habit.DROPPED
     loop.net[0].requires_grad_(False)
-    loop.habit.look()
+    loop.habit.choose_anew()
     loop.run(1)
     loop.until_update()
     assert loop.habit.in_doubt(ended=True)

@@ -107,7 +107,7 @@ def test_numbers_that_the_loop_changes_after_its_update_are_told(tmp_path: Path)
     job.run(1)
     state = job.optimizer.state[job.net.trained.bias]
     state["scale"] = 1.0
-    job.recorder.watch.look()
+    job.recorder.watch.list_tensors()
     job.run(1)
     assert cut_off(job) == []
     job.recorder.end_step(3, None)

@@ -46,11 +46,11 @@ class Rank:
     def end(self, loss: float, **more: Any) -> dict[str, Any]:
         self.step += 1
         self.optimizer.keep(loss, **more)
-        self.values.look()
+        self.values.list_values()
         return self.again()
 
     def again(self) -> dict[str, Any]:
-        self.values.take(self.step)
+        self.values.mark_end(self.step)
         said: dict[str, Any] = json.loads(b"{" + self.values.members({})[1:] + b"}")
         return said
 
@@ -151,11 +151,11 @@ def test_of_many_numbers_others_are_looked_at_in_each_step_and_what_differed_is_
 def test_nothing_is_written_anew_where_nothing_has_moved() -> None:
     net = nn.Linear(2, 2)
     values = values_of(net, torch.optim.AdamW(net.parameters()))
-    values.look()
-    values.take(1)
-    values.take(2)
+    values.list_values()
+    values.mark_end(1)
+    values.mark_end(2)
     said = values.members({})
-    values.take(3)
+    values.mark_end(3)
     assert values.members({}) is said
     assert b"own" in values.members({"own": Marks("x", 1, 1)})
 
@@ -166,8 +166,8 @@ def test_numbers_of_several_optimizers_are_told_apart() -> None:
     for value, part in enumerate(parts):
         part.keep(float(value))
     values = values_of(net, JoinedOptimizer(parts))
-    values.look()
-    values.take(1)
+    values.list_values()
+    values.mark_end(1)
     saved = json.loads(b"{" + values.members({})[1:] + b"}")["numbers"]
     for part in parts:
         part.keep(9.0)

@@ -458,7 +458,7 @@ def test_a_buffer_that_a_step_s_copy_lacks_belongs_to_the_unit_and_it_is_said(tm
     capture = Buffers(net)
     made = recorder(tmp_path, capture)
     small = {"small", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}
-    capture.look()
+    capture.admit_late()
     made.committed(1, b"{}")
     assert capture.at(made.slot_of(1)) == (small, {})
     net.large.add_(1)
@@ -477,13 +477,13 @@ def test_a_buffer_that_came_later_is_exact_only_while_it_stays_as_it_was_at_a_st
     net = Net()
     capture = Buffers(net)
     made = recorder(tmp_path, capture)
-    capture.look()
+    capture.admit_late()
     made.committed(1, b"{}")
     assert capture.at(made.slot_of(1))[1] == {}
     net.nothing = torch.zeros(3)
     net.register_buffer("new", torch.zeros(3), persistent=False)
     assert capture.at(made.slot_of(1))[1].keys() == {"nothing", "new"}
-    capture.look()
+    capture.admit_late()
     assert capture.at(made.slot_of(1))[1] == {}
     net.nothing += 1
     net.empty = torch.zeros(2)

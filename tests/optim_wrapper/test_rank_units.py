@@ -244,8 +244,8 @@ def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(
     net, optimizer = trained(1, 1)
     units, extras = units_of(net, optimizer), Extras({}, "extras")
     watch = StateWatch(UnitView(net, optimizer), frozenset, lambda name: False)
-    watch.look()
-    watch.take(1)
+    watch.list_tensors()
+    watch.mark_end(1)
     source = TrainerSource(
         units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch, **NO_DOUBTS  # type: ignore[arg-type, return-value]
     )  # fmt: skip

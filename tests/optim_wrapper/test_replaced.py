@@ -164,7 +164,7 @@ def test_a_generator_in_a_list_that_a_variable_gets_anew_is_followed(monkeypatch
     rngs = [np.random.default_rng(2)]
     rngs[0].random()
     watch.end_step()
-    assert watch.generators.states()[path] == test_generators.state_of(rngs[0]).take()  # type: ignore[union-attr]
+    assert watch.generators.states()[path] == test_generators.state_of(rngs[0]).read()  # type: ignore[union-attr]
 
 
 def test_an_array_is_written_into_and_an_alias_stays_one() -> None:

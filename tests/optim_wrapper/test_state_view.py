@@ -393,7 +393,7 @@ def test_a_whole_copy_keeps_lists_in_the_optimizers_state_as_they_were(beside: A
     losses = [1.0]
     optimizer.state[next(model.parameters())]["own"] = {"losses": losses, "beside": beside}
     copy_of_step = WholeCopies(0, lambda: tmp_path)
-    copy_of_step.take(1, {"u": UnitView(model, optimizer).state()})
+    copy_of_step.copy(1, {"u": UnitView(model, optimizer).state()})
     losses[0] = 9.0
     kept = copy_of_step.get("u", 1)
     assert kept is not None

@@ -216,7 +216,7 @@ def test_a_model_that_moves_as_a_whole_is_a_warning_with_its_bytes(caplog: pytes
     copies = BoundaryCopies()
     big = torch.zeros(20_000_000)
     copies.add({StateName("model", "big"): big, StateName("model", "more"): big}, lambda name: False)
-    copies.take(1)
+    copies.copy(1)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "and 1 more (160.0 MB)" in record.getMessage()
@@ -245,7 +245,7 @@ def test_a_write_that_spares_the_words_is_seen_where_all_bytes_are_looked_at(tmp
     job.recorder.watch.begin_update()
     assert "book" not in job.recorder.buffers.captured
     job.recorder.watch.end_step(look=False)
-    job.recorder.watch.take(0, digests=True)
+    job.recorder.watch.mark_end(0, digests=True)
     between(job.net)
     job.recorder.watch.begin_update()
     assert "book" in job.recorder.buffers.captured

@@ -302,7 +302,7 @@ def test_moments_that_are_made_of_tensors_are_named_where_they_lie_and_seen_to_m
         spec.name for spec, _ in view.state().tensors
     }
     witness = Witness(lambda: dict(tensors_of(view, frozenset)))
-    witness.look()
+    witness.list_tensors()
     mark = witness.mark()
     assert not witness.moved(mark)
     moment = trained.state[model.weight]["momentum"]

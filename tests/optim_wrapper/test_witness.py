@@ -31,7 +31,7 @@ from tests import golden
 
 def of(tensors: dict[str, torch.Tensor], **options: Any) -> Witness:
     witness = Witness(lambda: {StateName("model", name): Slot(one) for name, one in tensors.items()}, **options)
-    witness.look()
+    witness.list_tensors()
     return witness
 
 
@@ -299,7 +299,7 @@ def test_what_lies_in_lists_and_dicts_of_an_optimizers_state_is_watched_too() ->
 def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
     tables = {"a": {"m": torch.ones(2)}, "b": {"m": torch.ones(2)}}
     witness = Witness(lambda: state(tables))
-    witness.look()
+    witness.list_tensors()
     since = witness.mark()
     tables["a"]["m"] = torch.ones(2)
     assert moved(witness, since) == []  # nobody has written to the one that is watched
@@ -311,10 +311,10 @@ def test_a_tensor_in_whose_place_another_one_stands_is_named() -> None:
 def test_a_parameter_that_stands_in_no_table_is_named_when_it_is_another_one() -> None:
     loose = {StateName("model", "w"): Slot(torch.ones(3))}
     witness = Witness(lambda: loose)
-    witness.look()
+    witness.list_tensors()
     loose[StateName("model", "w")] = Slot(torch.ones(3))
     assert witness.replaced() == [StateName("model", "w")]
-    witness.look()
+    witness.list_tensors()
     since = witness.mark()
     assert moved(witness, since) == []
     count(loose[StateName("model", "w")].tensor)
@@ -328,7 +328,7 @@ def test_in_whose_place_nothing_stands_is_named_unless_an_update_may_have_taken_
     }
     there |= state({"w": {"m": torch.ones(2)}}) | {StateName("optim", "w", "history.0"): Slot(torch.ones(2))}
     witness = Witness(lambda: there)
-    witness.look()
+    witness.list_tensors()
     assert witness.gone() == []
     there.clear()
     del tables["buffer"]["c"]  # the other one is only called otherwise
@@ -338,15 +338,15 @@ def test_in_whose_place_nothing_stands_is_named_unless_an_update_may_have_taken_
 def test_a_module_that_has_been_put_in_another_ones_place_is_remembered() -> None:
     place, tables = {"m": {"w": torch.ones(2)}}, {"a": {"m": torch.ones(2)}}
     witness = Witness(lambda: {StateName("model", "w"): Slot(place["m"]["w"], place["m"], "w"), **state(tables)})
-    witness.look()
+    witness.list_tensors()
     tables["a"] = {"m": torch.ones(2)}
-    witness.look()
+    witness.list_tensors()
     place["m"]["w"] = torch.ones(2)
-    witness.look()
+    witness.list_tensors()
     assert not witness.modules_change, "the same module has another tensor"
     place["m"], tables["a"]["m"] = {"w": torch.ones(2)}, torch.ones(2)
     for _ in range(2):
-        witness.look()
+        witness.list_tensors()
         assert witness.modules_change
 
 
@@ -355,9 +355,9 @@ def test_one_that_is_replaced_in_every_step_is_looked_at_where_it_stands() -> No
     table = {"m": torch.ones(2)}
     witness = Witness(lambda: state({"a": table}))
     for _ in range(2):
-        witness.look()
+        witness.list_tensors()
         table["m"] = table["m"] * 2
-    witness.look()
+    witness.list_tensors()
     since = witness.mark()
     assert (witness.replaced(), moved(witness, since)) == ([], [])
     count(table["m"])
@@ -377,14 +377,14 @@ def test_a_buffer_that_is_replaced_in_every_step_is_named_only_if_its_module_is_
     name = StateName("buffer", "b")
     witness = Witness(lambda: {name: Slot(place["m"]["b"], place["m"], "b")})
     for _ in range(2):
-        witness.look()
+        witness.list_tensors()
         place["m"]["b"] = torch.ones(2)
-    witness.look()
+    witness.list_tensors()
     place["m"]["b"] = torch.ones(2)
     assert witness.replaced() == []
     place["m"] = {"b": torch.ones(2)}
     assert witness.replaced() == [name]
-    witness.look()
+    witness.list_tensors()
     place["m"] = {**place["m"]}
     assert witness.replaced() == [], "a copy of the module has the same tensor"
 
@@ -393,7 +393,7 @@ def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:
     table: dict[str, Any] = {"m": torch.ones(2)}
     name, loose = StateName("optim", "a", "m"), StateName("model", "w")
     witness = Witness(lambda: {name: Slot(table["m"], table, "m"), loose: Slot(torch.ones(3))})
-    witness.look()
+    witness.list_tensors()
     lives = witness.live(loose)
     assert lives is not None
     assert lives.shape == (3,)
@@ -404,7 +404,7 @@ def test_what_stands_in_a_place_now_is_given_if_it_has_memory() -> None:
         assert lives is (other if isinstance(other, torch.Tensor) and not other.is_meta else None)
     for other in (torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
         table["m"] = torch.ones(2)
-        witness.look()
+        witness.list_tensors()
         torch.utils.swap_tensors(table["m"], other)
         assert witness.live(name) is None
 
@@ -488,10 +488,10 @@ def test_whether_the_checksum_looks_at_all_that_is_shared_is_said() -> None:
 def test_a_look_finds_the_one_tensor_among_many_that_is_another_one() -> None:
     tensors, witness = watched()
     before = witness.looks
-    witness.look()
+    witness.list_tensors()
     assert witness.looks == before
     tensors["w3"] = nn.Parameter(torch.ones(2))
-    witness.look()
+    witness.list_tensors()
     assert witness.looks == before + 1
     assert witness.get(StateName("model", "w3")) is tensors["w3"]
     assert witness.get(StateName("model", "none")) is None

@@ -32,51 +32,51 @@ def log(tmp_path: Path) -> Path:
 
 def test_only_whole_lines_are_read_and_each_once(log: Path, tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
-    assert files.look().incidents.newest_id == len(LINE) + 1
+    assert files.read().incidents.newest_id == len(LINE) + 1
     with log.open("a") as file:
         file.write(json.dumps(RECOVERED))
-    assert files.look().incidents.recoveries == 0
+    assert files.read().incidents.recoveries == 0
     with log.open("a") as file:
         file.write("\n")
-    found = files.look().incidents
+    found = files.read().incidents
     assert (found.recoveries, found.counts["death", "SAVED"]) == (1, 1)
 
 
 def test_a_file_that_was_cut_or_replaced_is_read_anew(log: Path, tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
-    files.look()
+    files.read()
     other = log.with_name("other")
     other.write_text(f"{LINE}\n{LINE}\n")
     other.rename(log)
-    assert files.look().incidents.counts["death", "SAVED"] == 2
+    assert files.read().incidents.counts["death", "SAVED"] == 2
     log.write_text("")
-    assert not files.look().incidents.items
+    assert not files.read().incidents.items
 
 
 def test_a_directory_may_come_later_and_go(log: Path, tmp_path: Path) -> None:
     files = JobFiles(tmp_path / "later")
-    assert files.look().note
+    assert files.read().note
     shutil.copytree(log.parent, tmp_path / "later" / "logs")
-    found = files.look()
+    found = files.read()
     assert not found.note
     assert found.incidents.items
     shutil.rmtree(tmp_path / "later")
-    found = files.look()
+    found = files.read()
     assert found.note
     assert found.incidents.items, "what was known stays on the page"
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert str(tmp_path / "file") in JobFiles(tmp_path / "file").look().note
+    assert str(tmp_path / "file") in JobFiles(tmp_path / "file").read().note
 
 
 def test_checkpoints_are_listed_the_newest_first(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
-    assert files.look().checkpoints == ()
+    assert files.read().checkpoints == ()
     for step in (5, 9):
         Job().save(tmp_path, step)
-    assert [(one["step"], one["complete"]) for one in files.look().checkpoints] == [(9, True), (5, True)]
+    assert [(one["step"], one["complete"]) for one in files.read().checkpoints] == [(9, True), (5, True)]
 
 
 def test_a_browser_that_does_not_read_is_dropped_and_the_others_are_not() -> None:

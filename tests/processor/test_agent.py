@@ -57,7 +57,7 @@ class Heard:
         if answer is not None:
             threading.Thread(target=self.agent.on_order, args=[answer]).start()
 
-    def look(self, asks: bool, now_s: float) -> None:
+    def ask_if_silent(self, asks: bool, now_s: float) -> None:
         pass
 
     def close(self, timeout_s: float) -> None:
@@ -238,7 +238,7 @@ class Stumbling(Heard):
         super().__init__()
         self.looks, self.closes = looks, closes
 
-    def look(self, asks: bool, now_s: float) -> None:
+    def ask_if_silent(self, asks: bool, now_s: float) -> None:
         self.looks -= 1
         if self.looks >= 0:
             raise ValueError("unexpected")

@@ -401,7 +401,7 @@ from lastwords.processor.agent import Agent
 from lastwords.processor.core import ProcessorCore
 class Nobody:
     def send(self, report): pass
-    def look(self, asks, now_s): pass
+    def ask_if_silent(self, asks, now_s): pass
     def close(self, timeout_s): pass
 agent = Agent(ProcessorCore(2, 1, 0), None, None, departure)
 agent.start(Nobody())

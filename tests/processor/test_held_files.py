@@ -41,7 +41,7 @@ def test_what_was_there_is_read_after_somebody_has_emptied_the_directory(
     path = directory / "rank_1.box"
     first, mine = box(path, 1), copies(directory)
     for step in (1, 2):
-        mine.take(step, {"u": state(step)})
+        mine.copy(step, {"u": state(step)})
     (directory / "rank_1.life").touch()
     files, others = HeldFiles(lambda: directory), HeldFiles(lambda: directory)
     files.follow()

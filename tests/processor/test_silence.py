@@ -24,7 +24,7 @@ def silent_for(seconds: float) -> Silence:
     silence = Silence(OPTIONS)
     looks = int(seconds / OwnTime.LOOK_INTERVAL_S) + 1
     for number in range(looks):
-        silence.look(7, number * OwnTime.LOOK_INTERVAL_S)
+        silence.hear(7, number * OwnTime.LOOK_INTERVAL_S)
     return silence
 
 
@@ -47,7 +47,7 @@ def test_the_first_living_rank_of_the_host_goes_first(asks: bool) -> None:
 
 def test_who_trains_never_asks_before_who_has_something_to_say() -> None:
     silence = Silence(ProcessorOptions(unanswered_s=60.0))
-    silence.look(1, 0.0)
+    silence.hear(1, 0.0)
     assert not silence.is_over(False, is_first=True, now_s=59.9)
 
 
@@ -65,14 +65,14 @@ def test_the_deadlines_fit_together() -> None:
 
 def test_a_sign_of_life_is_a_number_that_changes() -> None:
     silence = silent_for(4.5)
-    silence.look(8, 4.9)
+    silence.hear(8, 4.9)
     assert not silence.is_over(True, is_first=True, now_s=9.8)
     assert silence.is_over(True, is_first=True, now_s=9.9)
 
 
 def test_without_a_session_no_sign_of_life_counts() -> None:
     silence = silent_for(0.0)
-    silence.look(None, 4.9)
+    silence.hear(None, 4.9)
     assert silence.is_over(True, is_first=True, now_s=5.0)
 
 
@@ -90,12 +90,12 @@ def test_who_has_never_looked_knows_nothing() -> None:
 def test_a_host_that_was_frozen_blames_nobody() -> None:
     """Both have been stopped for ten minutes; this rank runs first, and looks before the controller does anything."""
     own_time, silence = OwnTime(), Silence(OPTIONS)
-    silence.look(7, own_time.at(100.0))
+    silence.hear(7, own_time.at(100.0))
     for now_mono_s in (700.0, 700.5, 701.0):
         now_s = own_time.at(now_mono_s)
-        silence.look(7, now_s)
+        silence.hear(7, now_s)
         assert not silence.is_over(True, is_first=True, now_s=now_s)
-    silence.look(8, own_time.at(701.5))
+    silence.hear(8, own_time.at(701.5))
     assert not silence.is_over(True, is_first=True, now_s=own_time.at(706.0))
 
 

@@ -49,7 +49,7 @@ def copies(path: Path, rank: int = 3) -> WholeCopies:
 def test_what_another_process_reads_is_what_was_copied(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     for step in (1, 2, 3):
-        mine.take(step, {"u": state(step), "v": state(-step, 70_000, "v")})
+        mine.copy(step, {"u": state(step), "v": state(-step, 70_000, "v")})
     del mine
     assert {*whole_copies(files_in(tmp_path))} == {WholeCopy(3, 2), WholeCopy(3, 3)}
     for step in (2, 3):
@@ -67,7 +67,7 @@ def test_what_a_rank_had_for_itself_is_in_the_copy_where_it_was_given(tmp_path: 
     meta = LocalMeta(kind="committed", slot={"epoch": 2, "step": 7})
     for step in (4, 8):
         given = LocalState([(spec, bytes([step] * 7))], meta, exact=False, reasons=(Reason(f"of {step}"),))
-        mine.take(step, {"u": state(step)}, given if step == 8 else None)
+        mine.copy(step, {"u": state(step)}, given if step == 8 else None)
     assert mine.local(4) is None
     for found in (mine.local(8), read_local(files_in(tmp_path), 3, 8)):
         assert found is not None
@@ -88,13 +88,13 @@ def interrupted(mine: WholeCopies, step: int) -> None:
     spec = TensorSpec("unit/u/model/late", "F32", (5,))
     before = state(step)
     with pytest.raises(KeyboardInterrupt):
-        mine.take(step, {"u": UnitState([*before.tensors, (spec, dies)], before.meta)})
+        mine.copy(step, {"u": UnitState([*before.tensors, (spec, dies)], before.meta)})
 
 
 def test_a_copy_that_was_not_finished_is_none_and_the_one_before_stays(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     for step in (1, 2):
-        mine.take(step, {"u": state(step)})
+        mine.copy(step, {"u": state(step)})
     interrupted(mine, 3)
     assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 2),)
     assert values(read_copy(files_in(tmp_path), "u", 2)) == [2.0] * 5
@@ -106,9 +106,9 @@ def test_a_copy_that_was_not_finished_is_none_and_the_one_before_stays(tmp_path:
 
 def test_the_same_step_once_more_spares_the_one_before(tmp_path: Path) -> None:
     mine = copies(tmp_path)
-    mine.take(1, {"u": state(1)})
-    mine.take(2, {"u": state(2)})
-    mine.take(2, {"u": state(20)})
+    mine.copy(1, {"u": state(1)})
+    mine.copy(2, {"u": state(2)})
+    mine.copy(2, {"u": state(20)})
     assert values(read_copy(files_in(tmp_path), "u", 2)) == [20.0] * 5
     interrupted(mine, 2)
     assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 1),)
@@ -117,7 +117,7 @@ def test_the_same_step_once_more_spares_the_one_before(tmp_path: Path) -> None:
 def test_state_that_grows_gets_room(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     for step, count in enumerate((1, 100_000, 3, 400_000, 400_001), 1):
-        mine.take(step, {"u": state(step, count)})
+        mine.copy(step, {"u": state(step, count)})
         assert values(read_copy(files_in(tmp_path), "u", step)) == [step] * count
 
 
@@ -129,7 +129,7 @@ def test_without_room_in_shared_memory_a_copy_is_this_process_own(
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     mine = copies(tmp_path)
-    mine.take(1, {"u": state(1)})
+    mine.copy(1, {"u": state(1)})
     golden.says(mine.problem)
     assert whole_copies(files_in(tmp_path)) == ()
     own = mine.get("u", 1)
@@ -156,7 +156,7 @@ def too_long(raw: bytes) -> bytes:
 @pytest.mark.parametrize("damage", [cut, other_magic, no_json, too_long, lambda raw: b"", lambda raw: raw[:100]])
 def test_what_is_damaged_is_no_copy(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     mine = copies(tmp_path)
-    mine.take(1, {"u": state(1, 90_000)})
+    mine.copy(1, {"u": state(1, 90_000)})
     del mine
     (file,) = tmp_path.iterdir()
     raw = file.read_bytes().rstrip(b"\0") if damage is cut else file.read_bytes()
@@ -175,7 +175,7 @@ def test_other_files_are_passed_over(tmp_path: Path) -> None:
 def test_copies_of_weights_that_were_found_wrong_are_none(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     for step in (1, 2):
-        mine.take(step, {"u": state(step)})
+        mine.copy(step, {"u": state(step)})
     open_still = read_copy(files_in(tmp_path), "u", 2)
     mine.forsake()
     assert whole_copies(files_in(tmp_path)) == ()
@@ -183,22 +183,22 @@ def test_copies_of_weights_that_were_found_wrong_are_none(tmp_path: Path) -> Non
     assert values(open_still) == [2.0] * 5, "whoever reads it still does, and looks again"
     with pytest.raises(IncompleteError):
         read_copy(files_in(tmp_path), "u", 2)
-    mine.take(3, {"u": state(3)})
+    mine.copy(3, {"u": state(3)})
     assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 3),)
 
 
 def test_a_copy_that_is_written_over_while_it_is_read_has_another_version(tmp_path: Path) -> None:
     mine = copies(tmp_path)
-    mine.take(1, {"u": state(1)})
+    mine.copy(1, {"u": state(1)})
     before = read_copy(files_in(tmp_path), "u", 1)
     assert before.version == read_copy(files_in(tmp_path), "u", 1).version
-    mine.take(1, {"u": state(9)})
+    mine.copy(1, {"u": state(9)})
     assert before.version != read_copy(files_in(tmp_path), "u", 1).version
 
 
 def test_without_descriptors_there_are_no_copies_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = copies(tmp_path)
-    mine.take(1, {"u": state(1)})
+    mine.copy(1, {"u": state(1)})
 
     def none_left(*_: object) -> Any:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -212,13 +212,13 @@ def test_an_older_file_is_not_left_where_there_is_no_room_for_the_new_one(
 ) -> None:
     mine = copies(tmp_path)
     for step in (1, 2):
-        mine.take(step, {"u": state(step)})
+        mine.copy(step, {"u": state(step)})
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
-    mine.take(3, {"u": state(3, 900_000)})
+    mine.copy(3, {"u": state(3, 900_000)})
     assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 2),)
     monkeypatch.setattr(module.mmap, "mmap", full)
     mine.begin(4, {"u": state(4, 2_000_000)}, (), lambda: True)
@@ -251,7 +251,7 @@ class Slow:
 
 def test_a_copy_is_made_beside_the_training_and_waited_for(tmp_path: Path) -> None:
     mine, slow = copies(tmp_path), Slow(2.0)
-    mine.take(1, {"u": state(1)})
+    mine.copy(1, {"u": state(1)})
     mine.begin(2, {"u": slow.state(), "v": state(3, name="v")}, LATER, lambda: True)
     assert whole_copies(files_in(tmp_path)) == (WholeCopy(3, 1),), "who dies now leaves the one before"
     slow.may_read.release(2)

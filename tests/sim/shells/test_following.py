@@ -59,7 +59,7 @@ def test_without_a_watch_for_silence_it_is_given_up(monkeypatch: pytest.MonkeyPa
 
 def test_who_never_asks_a_controller_that_hangs_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where nobody can follow it, its sessions stay up, and no deadline of a rank begins."""
-    monkeypatch.setattr(Session, "look", lambda *_: None)
+    monkeypatch.setattr(Session, "ask_if_silent", lambda *_: None)
     *_, failures = sweep(range(1, SCHEDULES + 1), "hang_controller")
     assert any("i7" in text for text in failures)
 
