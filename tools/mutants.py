@@ -97,7 +97,7 @@ NEAREST_TESTS: dict[str, tuple[str, ...]] = {
 """Of each file, the tests that its mutants are shown to; some seconds each, and the nearest first."""
 
 KILLED, SURVIVED = "killed", "survived"
-GREEN, RED, NOT_IMPORTED = 0, 1, 99
+GREEN, NOT_IMPORTED = 0, 99
 
 # ---------------------------------------------------------------------- what a mutant is
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -60,11 +59,6 @@ class Browser:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", metrics)
 
-    def dark(self, on: bool) -> None:
-        """As the system's setting."""
-        feature = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
-        self.devtools("Emulation.setEmulatedMedia", {"features": [feature]})
-
     def devtools(self, command: str, parameters: dict[str, Any]) -> Any:
         """A command of Chromium's own."""
         return self._ask("/goog/cdp/execute", {"cmd": command, "params": parameters})
@@ -72,11 +66,6 @@ class Browser:
     def log(self) -> list[str]:
         """What the console has said, refused content included."""
         return [entry["message"] for entry in self._ask("/se/log", {"type": "browser"})]
-
-    def screenshot(self, path: Path) -> None:
-        """A PNG of the whole page."""
-        shot = self.devtools("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @contextmanager

@@ -420,11 +420,6 @@ def check_sound(checkpoint: Path) -> None:
     assert not problems, problems
 
 
-def with_changes(layout: Layout, **changes: Any) -> Layout:
-    """The same layout but for these fields."""
-    return dataclasses.replace(layout, **changes)
-
-
 def _first_step_is_doubted(step: int, reasons: Sequence[Any]) -> bool:
     """The trainer clears its gradients after the log, which nobody has seen where its first step is cut off before."""
     return step == 1 and all("gradients may have been carried" in str(reason) for reason in reasons)

@@ -32,10 +32,6 @@ def died(rig: Rig, launch: Launch, codes: dict[int, int], expected: set[int]) ->
     return rig.check_step(launch, victims, expected)
 
 
-def last_incident(launch: Launch) -> dict[str, object]:
-    return launch.incidents()[-1]
-
-
 # ---------------------------------------------------------------------- exceptions
 
 

@@ -231,12 +231,6 @@ class Job:
         return [*found, self.model[1].calls, self.model[1].scale.clone()]  # type: ignore[union-attr,operator]
 
 
-def own_unpacked(packed: Any) -> Any:
-    from lastwords.checkpoint.storable import unpack
-
-    return unpack(packed, "local_extras")
-
-
 def equal(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(one, other, strict=True))
 
