@@ -8,6 +8,7 @@ generators that are found on the way are in the same documents: see `Generators`
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import sys
@@ -31,6 +32,7 @@ from lastwords.errors import FormatError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.beside import Beside
 from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
+from lastwords.optim_wrapper.state.how_far import WHICH
 from lastwords.optim_wrapper.state.object_walk import (
     CODE,
     CONTENT,
@@ -38,10 +40,10 @@ from lastwords.optim_wrapper.state.object_walk import (
     GONE,
     ID,
     LARGE_ARRAY,
+    MEMBER,
     NAMED_TUPLE,
     VALUE_BYTES_MAX,
     VARIABLES,
-    WHICH,
     Shadow,
     Walk,
     content_of,
@@ -691,7 +693,8 @@ class _Putting:
             return deque(items, value.maxlen) if kind is deque else kind(items)
         if isinstance(value, dict):
             known = live if type(live) is kind else {}
-            pairs = {self._filled(None, at): self._filled(known.get(at), item) for at, item in value.items()}
+            keys = [(self._filled(None, at), item) for at, item in value.items()]
+            pairs = {key: self._filled(known.get(key), item) for key, item in keys}
             value.clear()
             value.update(pairs)
             if kind is dict and type(live) is defaultdict:
@@ -701,9 +704,7 @@ class _Putting:
     def _named_tuple(self, live: Any, value: Any) -> Any:
         """Of the class that what lies here has, or that a module has under this name."""
         name = value[0].path
-        module, _, called = name.rpartition(".")
-        kind = type(live) if name == f"{type(live).__module__}.{type(live).__qualname__}" else None
-        kind = kind or getattr(sys.modules.get(module), called, None)
+        kind = _class_of(live, name)
         if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_make")):
             self._missing = f"a {name}"
             return None
@@ -713,6 +714,12 @@ class _Putting:
 
     def _there(self, live: Any, place: Place) -> Any:
         """What stands for this in this process."""
+        if place.kind.startswith(MEMBER):
+            kind = _class_of(live, place.path)
+            members: Any = kind.__members__ if isinstance(kind, enum.EnumMeta) else {}
+            if (member := members.get(place.kind.removeprefix(MEMBER))) is None:
+                self._missing = f"a {place.path}"
+            return member
         if place.path in self._saved and place.kind in ("", ID, DATA_PTR):
             tensor = self._saved[place.path]
             return tensor if not place.kind else id(tensor) if place.kind == ID else local_of(tensor).data_ptr()
@@ -734,3 +741,17 @@ class _Putting:
             return live
         self._missing = f"a {place.kind.partition(WHICH)[0]}"
         return None
+
+
+def _class_of(live: Any, name: str) -> Any:
+    """The class of `live` if it is called so, with its module; or what is, in this process; None if nothing is."""
+    if name == f"{type(live).__module__}.{type(live).__qualname__}":
+        return type(live)
+    module, _, called = name.rpartition(".")
+    while module and module not in sys.modules:
+        module, _, outer = module.rpartition(".")
+        called = f"{outer}.{called}"
+    found: Any = sys.modules.get(module)
+    for part in called.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import operator
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,14 +18,13 @@ import torch
 
 from lastwords import clock
 from lastwords.checkpoint.storable import Place
+from lastwords.optim_wrapper.state.how_far import has
 from lastwords.optim_wrapper.state.object_walk import (
     CODE,
     VARIABLES,
     Beyond,
     Cell,
     Walk,
-    has,
-    is_users,
     is_walked,
     memory_of,
     own_of,
@@ -39,10 +37,6 @@ SLOW_S = 0.25
 
 _SAVED = "(saved)"
 """Begins the paths of what is saved in another way."""
-
-_COUNTED = (list, tuple, range, dict, set, str, bytes)
-_COUNTING = (*(type(iter(kind())) for kind in _COUNTED if kind is not range), type(iter(range(0))), type(reversed([])))
-"""Iterators that say how much is left, and ask nobody for it."""
 
 
 class Beside:
@@ -183,22 +177,12 @@ class _Everything(Beyond):
                 self._cell(path, key, one)
 
     def told(self, value: Any, path: str, depth: int) -> Any:
-        """Also how far an iterator has come, and what objects of libraries hold that have a state_dict()."""
+        """Also what objects of libraries hold that have a state_dict()."""
         if self.is_late or clock.thread_s() > self._until_s:
             self.is_late = True
             return CODE
-        kind = type(value)
-        if has(kind, "__next__"):
-            if kind in _COUNTING:
-                return Place("", f"{kind.__qualname__} with {operator.length_hint(value)}")
-            own = own_of(value)
-            if own is None:
-                return CODE
-            if not is_users(kind):  # torch's, over a loader, counts what it has given
-                return Place("", f"{kind.__qualname__} at {own.get('_num_yielded', '?')}")
-            return Place(self._meet(path, value), kind.__qualname__)
         if _has_state_dict(value):
-            return Place(self._meet(path, value), kind.__qualname__)
+            return Place(self._meet(path, value), type(value).__qualname__)
         return super().told(value, path, depth)
 
 

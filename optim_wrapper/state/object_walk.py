@@ -11,6 +11,8 @@ which goes further: into functions, classes, modules, and the local variables of
 from __future__ import annotations
 
 import argparse
+import array
+import ctypes
 import dis
 import enum
 import functools
@@ -18,7 +20,7 @@ import inspect
 import random
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -26,11 +28,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 import xxhash
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lastwords.checkpoint.storable import Place, is_factory, is_storable
+from lastwords.optim_wrapper.state.how_far import ATOMS, SEQUENCES, WHICH, digest, has, how_far, sampled
 from lastwords.optim_wrapper.state.running import (
     called,
     is_of_the_user,
@@ -58,11 +63,11 @@ ID, DATA_PTR = "id", "data_ptr"
 
 _OURS = ("lastwords", "logging")
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
-_SAMPLES, _ELEMENTS = 16, 4096
+_SAMPLES = 16
+_CDATA: Any = ctypes.c_int.__mro__[-2]
+_SHARED = "multiprocessing.sharedctypes"
 _DEPTH_MAX = 24
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_SEQUENCES = frozenset({list, tuple, deque})
 _CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict)
 GENERATORS = (
     torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
@@ -70,8 +75,8 @@ GENERATORS = (
 )  # fmt: skip
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _NO_DATA = (
-    *_BOUND, types.FunctionType, types.ModuleType, types.GeneratorType, types.CodeType, type, staticmethod,
-    classmethod, property, functools.partial,
+    *_BOUND, types.FunctionType, types.ModuleType, types.CodeType, type, staticmethod, classmethod, property,
+    functools.partial,
 )  # fmt: skip
 _HOOKS = "hooks"
 """Names of attributes that have hooks end in this."""
@@ -92,7 +97,7 @@ class Shadow:
 
 _WALKED = (
     Shadow, torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset, SobolEngine, types.SimpleNamespace,
-    argparse.Namespace,
+    argparse.Namespace, LRScheduler, ReduceLROnPlateau, GradScaler, ChainMap, UserDict, UserList,
 )  # fmt: skip
 """Looked into whoever has made the class; of other classes only those of the user's own."""
 
@@ -114,9 +119,6 @@ _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 LARGE_ARRAY = "numpy.ndarray of "
 """Begins the kind of one that is told by some of its elements."""
 
-WHICH = " #"
-"""In the kind of what cannot be stored, before what tells it from others of its kind in this process."""
-
 GONE = Place("", "gone")
 """There is no such attribute any more."""
 
@@ -128,6 +130,9 @@ CONTENT = "[]"
 
 NAMED_TUPLE = "named tuple"
 """Kind of the `Place` that stands before the items of one: its path is the class's."""
+
+MEMBER = "member "
+"""Begins the kind of the `Place` of one of an Enum, before its name: its path is the class's."""
 
 VARIABLES = "() of "
 """In the name of a root that is what a function's variables hold, between function and module."""
@@ -318,7 +323,7 @@ class Walk:
     def told(self, value: Any, path: str, depth: int) -> Any:
         """What is told of a value that lies at `path`. It shares nothing that can change but tensors and arrays."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             if kind is int:
                 return value if value < _ADDRESSES_FROM else self._address(value)
             large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
@@ -327,7 +332,7 @@ class Walk:
             return Place("", _kind(value))
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, path)
-        if kind in _SEQUENCES or kind in DICTS or kind is set or kind is frozenset:
+        if kind in SEQUENCES or kind in DICTS or kind is set or kind is frozenset:
             return self._container(value, kind, path, depth)
         if issubclass(kind, GENERATORS):
             new = path and id(value) not in self._drawn and not _is_a_librarys(value)
@@ -340,19 +345,25 @@ class Walk:
             self._code(value, path, depth)
             return CODE
         if issubclass(kind, enum.Enum):
-            return Place("", f"{_kind(value)}.{own_of(value)['_name_']}")
+            return Place(_kind(value), f"{MEMBER}{own_of(value)['_name_']}")
         if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
             return place
         if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
-            return Place("", f"{LARGE_ARRAY}{value.shape} {_sampled(value)}")
+            return Place("", f"{LARGE_ARRAY}{value.shape} {sampled(value)}")
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
             return Place(_kind(value), NAMED_TUPLE), *items
         if is_walked(value):
             return Place(self._meet(path, value), _kind(value))
-        if has(kind, "__next__", "fileno", "acquire"):
+        if kind.__module__ == _SHARED and "_obj" in (own := own_of(value) or {}):
+            return self.told(own["_obj"], path, depth)
+        if has(kind, "fileno", "acquire"):
             return CODE
+        if has(kind, "__next__"):
+            return Place("", how_far(value)) if self._values else CODE
+        if kind is array.array or issubclass(kind, _CDATA):
+            return Place("", f"{_kind(value)}{WHICH}{xxhash.xxh3_64_hexdigest(bytes(memoryview(value)))}")
         stored = parts_of(value) is not None or is_storable(value)
         return value if stored else Place("", _kind(value))
 
@@ -417,7 +428,8 @@ class Walk:
         self._items += len(value)
         if kind in DICTS:
             if not all(map(self._is_key, [*value])):
-                return Place("", f"{kind.__name__} of {len(value)} with objects for keys")
+                held = digest([*value.values()], 0) if self._values else ""
+                return Place("", f"{kind.__name__} of {len(value)} with objects for keys{WHICH}{held}")
             pairs = [
                 (self.told(key, "", depth + 1), self.told(item, f"{path}[{self._label(key)}]", depth + 1))
                 for key, item in [*value.items()]
@@ -429,7 +441,7 @@ class Walk:
         if kind is set or kind is frozenset:
             items = [*value]
             return (
-                kind(items) if all(type(item) in _ATOMS for item in items) else Place("", f"{kind.__name__} of objects")
+                kind(items) if all(type(item) in ATOMS for item in items) else Place("", f"{kind.__name__} of objects")
             )
         told = [self.told(item, f"{path}[{at}]", depth + 1) for at, item in enumerate([*value])]
         return deque(told, value.maxlen) if kind is deque else kind(told)
@@ -437,14 +449,18 @@ class Walk:
     def _label(self, key: Any) -> str:
         if type(key) is tuple:
             return f"({', '.join(map(self._label, key))})"
+        if issubclass(type(key), enum.Enum):
+            return f"{type(key).__qualname__}.{own_of(key)['_name_']}"
         return self._saved[id(key)] if issubclass(type(key), torch.Tensor) else repr(key)
 
     def _is_key(self, key: Any) -> bool:
-        """Whether it can be told by a value: an atom, a tuple of such, or a tensor that has a name."""
+        """Whether it can be told by a value: an atom, a tuple of such, an Enum's member, a tensor that has a name."""
         kind = type(key)
         if issubclass(kind, torch.Tensor):
             return id(key) in self._saved
-        return kind in _ATOMS or issubclass(kind, np.generic) or (kind is tuple and all(map(self._is_key, key)))
+        return (
+            kind in ATOMS or issubclass(kind, np.generic | enum.Enum) or (kind is tuple and all(map(self._is_key, key)))
+        )
 
 
 def variables(thread: int) -> dict[str, dict[str, Any]]:
@@ -462,7 +478,7 @@ def variables(thread: int) -> dict[str, dict[str, Any]]:
 
 def _is_held(one: Any) -> bool:
     kind = type(one)
-    kept = kind in _SEQUENCES or kind in DICTS or kind is set or issubclass(kind, torch.Tensor | np.ndarray)
+    kept = kind in SEQUENCES or kind in DICTS or kind is set or issubclass(kind, torch.Tensor | np.ndarray)
     return (kept and kind is not tuple) or is_walked(one)
 
 
@@ -608,7 +624,7 @@ def _paths_in(told: Any) -> Iterator[str]:
     elif kind in DICTS:
         for pair in told.items():
             yield from _paths_in(pair)
-    elif kind in _SEQUENCES:
+    elif kind in SEQUENCES:
         for item in told:
             yield from _paths_in(item)
 
@@ -622,15 +638,7 @@ def _samples(value: Any) -> str:
         found = [value[at] for at in (*range(_SAMPLES // 2), *range(-_SAMPLES // 2, 0))]
     else:
         found = [*islice(value.items() if kind in DICTS else value, _SAMPLES)]
-    return repr([one if kind in DICTS or type(one) in _ATOMS else type(one).__name__ for one in found])[:1000]
-
-
-def _sampled(array: np.ndarray[Any, Any]) -> str:
-    """A checksum of some elements of a large array."""
-    if array.dtype.hasobject:
-        return ""
-    some = array.flat[:: max(array.size // _ELEMENTS, 1)]
-    return xxhash.xxh3_64_hexdigest(some.tobytes())
+    return repr([one if kind in DICTS or type(one) in ATOMS else type(one).__name__ for one in found])[:1000]
 
 
 def _is_a_librarys(generator: Any) -> bool:
@@ -681,7 +689,7 @@ def is_walked(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, _NO_DATA) or own_of(value) is None:
         return False
-    return issubclass(kind, _WALKED) or (not has(kind, "__next__", "fileno") and is_users(kind))
+    return issubclass(kind, _WALKED) or (not has(kind, "fileno") and is_users(kind))
 
 
 def own_of(value: Any) -> Any:
@@ -707,16 +715,6 @@ def fill(one: Any, content: Any) -> None:
     kind = next(kind for kind in _CONTENTS if issubclass(type(one), kind))
     kind.clear(one)
     (kind.update if issubclass(kind, dict) else kind.extend)(one, content)
-
-
-def has(kind: type[Any], *names: str) -> bool:
-    """Whether a class has one of these, whatever its metaclass does when it is asked."""
-    for owner in kind.__mro__:
-        own = vars(owner)
-        for name in names:
-            if name in own:
-                return True
-    return False
 
 
 def is_users(kind: type[Any]) -> bool:

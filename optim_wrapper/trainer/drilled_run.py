@@ -43,7 +43,7 @@ from lastwords.optim_wrapper.launch.drill_plan import (
     DrillPlan,
 )
 from lastwords.optim_wrapper.state.extras import ExtrasSnapshot
-from lastwords.optim_wrapper.state.object_walk import WHICH
+from lastwords.optim_wrapper.state.how_far import WHICH
 from lastwords.optim_wrapper.state.state_view import buffers_in
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of, staged_bytes
 from lastwords.optim_wrapper.trainer.checkpoint_config import checked_schedule

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import array
 import dis
-import enum
 import json
 import logging
 from collections import OrderedDict, deque
@@ -234,16 +234,15 @@ def test_what_is_too_large_for_a_document_is_told_once_and_left_out(monkeypatch:
     assert "model.queue" in reason
 
 
-class Mode(enum.Enum):
-    WARM, COLD = 1, 2
+WARM, COLD = array.array("d", [1.0]), array.array("d", [2.0])
 
 
 def test_what_cannot_be_stored_is_told_once_and_where_it_is_something_else_on_a_resume() -> None:
     net, again = Net(), Net()
     for one in (net, again):
-        one.mode, one.pair, one.view_of = Mode.WARM, [Mode.WARM, 0], one.layer[0].weight.data[:1]
+        one.mode, one.pair, one.view_of = WARM, [WARM, 0], one.layer[0].weight.data[:1]
     watch = watched(net)
-    net.mode, net.pair, net.long = Mode.COLD, [Mode.COLD, 1], [0] * 2000
+    net.mode, net.pair, net.long = COLD, [COLD, 1], [0] * 2000
     with torch.no_grad():
         net.layer[0].weight += 1
     for _ in range(3):
@@ -252,9 +251,9 @@ def test_what_cannot_be_stored_is_told_once_and_where_it_is_something_else_on_a_
         assert saved(watch)["model"].keys() == {"pair"}
     golden.says(told(watch))
     golden.says(watched(again).put(saved(watch)))
-    again.pair = [Mode.COLD, 0]
+    again.pair = [COLD, 0]
     assert watched(again).put(saved(watch)) == []
-    assert again.pair == [Mode.COLD, 1]
+    assert again.pair == [COLD, 1]
 
 
 def odd(net: Any) -> Any:

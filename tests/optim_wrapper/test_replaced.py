@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import array
+import ctypes
 import dataclasses
+import enum
+import itertools
+import multiprocessing
 import threading
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lastwords.checkpoint.meta import StepDocument
@@ -327,11 +333,11 @@ class Proxy:
         raise AssertionError("the user's code was run")
 
 
-def test_files_locks_and_iterators_are_no_values_and_nobody_asks_an_object_for_its_class() -> None:
-    net = made(file=None, lock=None, rows=None, held=[Proxy()])
+def test_files_and_locks_are_no_values_and_nobody_asks_an_object_for_its_class() -> None:
+    net = made(file=None, lock=None, held=[Proxy()])
     watch = watched(net)
     with open(__file__) as net.file:
-        net.lock, net.rows = threading.Lock(), iter([1])
+        net.lock = threading.Lock()
         watch.look()
         assert watch.document() == b""
     assert told(watch) == []
@@ -417,3 +423,76 @@ def test_a_slow_look_is_said_once_and_noted(monkeypatch: pytest.MonkeyPatch, cap
         watch.look()
         assert watch.is_slow
     assert len(caplog.messages) == 1
+
+
+class Part(enum.Enum):
+    HEAD = 1
+    TAIL = 2
+
+
+class Numbers:
+    """An iterator of the user's own."""
+
+    at = 0
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+
+SEVEN = [*range(7)]
+MOVING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "generator": (lambda: (one for one in SEVEN), next),
+    "generator of numbers": (lambda: (0.9**step for step in itertools.count()), next),
+    "list": (lambda: iter(SEVEN), next),
+    "count": (itertools.count, next),
+    "cycle": (lambda: itertools.cycle(SEVEN), next),
+    "zip": (lambda: zip(SEVEN, SEVEN, strict=True), next),
+    "enumerate": (lambda: enumerate(SEVEN), next),
+    "map": (lambda: map(str, SEVEN), next),
+    "chain": (lambda: itertools.chain(SEVEN, SEVEN), next),
+    "loader": (lambda: iter(DataLoader(SEVEN)), next),  # type: ignore[arg-type]
+    "keys": (lambda: {Part: 0}, lambda one: one.update({Part: one[Part] + 1})),
+    "array": (lambda: array.array("d", [0.0]), lambda one: one.append(1.0)),
+    "ctypes": (lambda: ctypes.c_int(0), lambda one: setattr(one, "value", one.value + 1)),
+    "shared": (lambda: multiprocessing.Value("i", 0), lambda one: setattr(one, "value", one.value + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_cannot_be_stored_is_told_once_it_moves_and_not_before(kind: str) -> None:
+    make, move = MOVING[kind]
+    net = made(it=make())
+    watch = watched(net)
+    watch.look()
+    assert watch.moved == (set() if kind != "cycle" else {"model.it"}), "a cycle does not show where it is"
+    move(net.it)
+    watch.look()
+    assert watch.document() == b""
+    assert [reason.partition(": ")[0] for reason in told(watch)] == ["the attribute model.it changes, and is not saved"]
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "members for keys": (lambda: {Part.HEAD: [0]}, lambda one: one[Part.HEAD].append(1), dict),
+    "a new member": (lambda: {Part.HEAD: 0}, lambda one: one.update({Part.TAIL: Part.TAIL}), dict),
+    "iterator of one's own": (Numbers, next, lambda one: one.at),
+    "ChainMap": (lambda: ChainMap({}, {}), lambda one: one.update(a=1), dict),
+    "UserDict": (UserDict, lambda one: one.update(a=1), dict),
+    "scaler": (lambda: torch.amp.GradScaler("cpu"),
+               lambda one: setattr(one, "_init_scale", 2.0), lambda one: one._init_scale),
+    "scheduler": (lambda: StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1),
+                  lambda one: setattr(one, "last_epoch", 3), lambda one: one.last_epoch),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_objects_of_pythons_and_torchs_own_that_hang_on_a_module_are_state(kind: str) -> None:
+    make, move, seen = KEPT[kind]
+    net = made(it=make())
+    watch = watched(net)
+    move(net.it)
+    watch.look()
+    there = made(it=make())
+    assert seen(there.it) != seen(net.it)
+    assert seen(resumed(watch, there).it) == seen(net.it)
+    assert told(watch) == []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -288,3 +291,62 @@ class Remembering(nn.Module):
 class StatefulAttribute(Loop):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), Remembering()]
+
+
+class Scaling(nn.Module):
+    """Multiplies by the numbers that an iterator gives, one for each forward pass."""
+
+    def __init__(self, numbers: Iterator[float]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(self.numbers)
+
+
+class Falling:
+    """An iterator of the user's own."""
+
+    def __init__(self) -> None:
+        self.number = 1.0
+
+    def __next__(self) -> float:
+        self.number *= 0.9
+        return self.number
+
+    def __iter__(self) -> Iterator[float]:
+        return self
+
+
+@recipe("iterator_attr", "a module that asks an iterator for a number in each forward pass", "fwd bwd win end")
+class IteratorAttribute(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Scaling(Falling())]
+
+
+@recipe("generator_attr", "the same with a generator, which nobody can save", "fwd bwd win end", {"all": "generator"})
+class GeneratorFunctionAttribute(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Scaling(0.9**step for step in itertools.count())]
+
+
+class Part(Enum):
+    HEAD = 1
+
+
+class Tallying(nn.Module):
+    """Has a number in a dict whose keys are no plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = {Part.HEAD: 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tally[Part.HEAD] *= 0.9
+        return x * self.tally[Part.HEAD]
+
+
+@recipe("keys_attr", "a number in a dict of the module whose keys are members of an Enum", "fwd bwd win end")
+class KeysAttribute(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), Tallying()]

@@ -1,0 +1,103 @@
+"""What of a value that nobody can store differs once it has changed: how far an iterator is, what a container holds.
+
+Runs nobody's code: it looks at what an object refers to.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import operator
+import types
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from lastwords.optim_wrapper.tensors.tensor_tree import DICTS
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+SEQUENCES = frozenset({list, tuple, deque})
+
+WHICH = " #"
+"""In the kind of what cannot be stored, before what tells it from others of its kind in this process."""
+
+_CONTAINERS_DEEP, _ITERATORS_DEEP, _ITEMS, _INNER_ITEMS, _ELEMENTS = 2, 8, 1000, 32, 4096
+
+_COUNTED = (list, tuple, range, dict, set, str, bytes)
+_COUNTING = (*(type(iter(kind())) for kind in _COUNTED if kind is not range), type(iter(range(0))), type(reversed([])))
+"""Iterators that say how much is left, and ask nobody for it."""
+
+_HIDDEN = itertools.count()
+"""Differs each time, for what does not show where it is."""
+
+
+def how_far(one: Any, depth: int = 0) -> str:
+    """What an iterator is, and what differs once it has gone on: found in what it refers to. Runs nobody's code."""
+    kind = type(one)
+    if kind in _COUNTING:
+        return f"{kind.__qualname__} with {operator.length_hint(one)} left"
+    if kind is types.GeneratorType:
+        if one.gi_running or one.gi_frame is None:
+            return f"{kind.__qualname__}{WHICH}{one.gi_running}"
+        at: Any = one.gi_frame.f_lasti
+    elif kind is itertools.count:
+        at = repr(one)
+    elif kind is itertools.cycle:
+        at = next(_HIDDEN)
+    elif kind.__module__ not in ("builtins", "itertools"):
+        return f"{kind.__qualname__} at {_given(one)}"  # torch's, over a loader
+    else:
+        at = ""
+    return f"{kind.__qualname__}{WHICH}{at} {digest(gc.get_referents(one), depth)}"
+
+
+def _given(one: Any) -> Any:
+    """How many items torch's iterator over a loader has given."""
+    try:
+        own = object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return "?"
+    return own.get("_num_yielded", "?") if type(own) is dict else "?"
+
+
+def digest(parts: Iterable[Any], depth: int) -> str:
+    """Of values that nobody can store: differs where one has changed, or another stands in its place."""
+    found = []
+    for one in islice(parts, _INNER_ITEMS if depth else _ITEMS):
+        kind = type(one)
+        if kind in ATOMS:
+            found.append(repr(one))
+        elif depth < _CONTAINERS_DEEP and (kind in SEQUENCES or kind in DICTS or kind is set):
+            inside = [*one.keys(), *one.values()] if kind in DICTS else one
+            found.append(f"{len(one)} {digest(inside, depth + 1)}")
+        elif depth < _ITERATORS_DEEP and has(kind, "__next__"):
+            found.append(how_far(one, depth + 1))
+        elif issubclass(kind, np.ndarray):
+            found.append(f"{id(one)} {sampled(one)}")
+        else:
+            tensor = issubclass(kind, torch.Tensor) and not one.is_inference()
+            found.append(f"{id(one)}.{one._version if tensor else 0}")
+    return xxhash.xxh3_64_hexdigest(" ".join(found).encode("utf-8", "surrogatepass"))
+
+
+def sampled(values: np.ndarray[Any, Any]) -> str:
+    """A checksum of some elements of a large array."""
+    if values.dtype.hasobject:
+        return ""
+    some = values.flat[:: max(values.size // _ELEMENTS, 1)]
+    return xxhash.xxh3_64_hexdigest(some.tobytes())
+
+
+def has(kind: type[Any], *names: str) -> bool:
+    """Whether a class has one of these, whatever its metaclass does when it is asked."""
+    for owner in kind.__mro__:
+        own = vars(owner)
+        for name in names:
+            if name in own:
+                return True
+    return False
