@@ -717,9 +717,8 @@ class _Putting:
         if place.kind.startswith(MEMBER):
             kind = _class_of(live, place.path)
             members: Any = kind.__members__ if isinstance(kind, enum.EnumMeta) else {}
-            if (member := members.get(place.kind.removeprefix(MEMBER))) is None:
-                self._missing = f"a {place.path}"
-            return member
+            if (member := members.get(place.kind.removeprefix(MEMBER))) is not None:
+                return member
         if place.path in self._saved and place.kind in ("", ID, DATA_PTR):
             tensor = self._saved[place.path]
             return tensor if not place.kind else id(tensor) if place.kind == ID else local_of(tensor).data_ptr()

@@ -430,6 +430,10 @@ class Part(enum.Enum):
     TAIL = 2
 
 
+class Bits(enum.Flag):
+    LOW, HIGH = 1, 2
+
+
 class Numbers:
     """An iterator of the user's own."""
 
@@ -474,6 +478,7 @@ def test_what_cannot_be_stored_is_told_once_it_moves_and_not_before(kind: str) -
 
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "members for keys": (lambda: {Part.HEAD: [0]}, lambda one: one[Part.HEAD].append(1), dict),
+    "beside flags": (lambda: [Bits.LOW | Bits.HIGH, 0], lambda one: one.__setitem__(1, 1), list),
     "a new member": (lambda: {Part.HEAD: 0}, lambda one: one.update({Part.TAIL: Part.TAIL}), dict),
     "iterator of one's own": (Numbers, next, lambda one: one.at),
     "ChainMap": (lambda: ChainMap({}, {}), lambda one: one.update(a=1), dict),
