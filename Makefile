@@ -27,7 +27,7 @@
 #   make mutants   one-line mutants of eleven files, and whether the nearest tests notice: make mutants SEED=1 N=25 WORKERS=2; without SEED, that of the last commit
 #   make bench     measures the budgets, beside the machine's own limits
 #   make bench-peers  kills ranks under torchrun, torchft, NVRx, DLRover, lm-resiliency and lastwords in turn: N=20; 90 minutes
-#   make ci-frameworks  scripts with transformers, lightning, torchdata, DeepSpeed and Ray Train, killed and compared: 80 processor minutes
+#   make ci-frameworks  scripts with transformers, torchvision, lightning, torchdata, DeepSpeed and Ray Train, killed and compared: 90 processor minutes
 #   make bench-month  simulates a month with failures: last words beside periodic checkpoints; seconds
 #   make docs      the pages of docs/ and the README as a site, in build/site
 #   make proto     writes src/lastwords/_pb from proto/*.proto
@@ -188,8 +188,9 @@ ci-frameworks: .venv-frameworks/.ready
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -c constraints.txt -e '.[dev,hf,lightning]' torchdata==0.11.0 peft==0.21.2 'ray[train]==2.60.0'
-	$(@D)/bin/python -m pip install -c constraints.txt hjson py-cpuinfo einops msgpack ninja pydantic psutil setuptools
+	$(@D)/bin/python -m pip install -c constraints.txt hjson py-cpuinfo einops msgpack ninja pillow pydantic psutil setuptools
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --no-deps --no-build-isolation deepspeed==0.19.8
+	$(@D)/bin/python -m pip install --no-deps --target $(@D)/torchvision torchvision==0.28.0
 	touch $@
 
 bench-peers: .venv-peers/.ready

@@ -647,13 +647,16 @@ class _Putting:
         self._saved = saved
         self.reasons: list[str] = []
         self._missing = ""
+        self._lost: list[str] = []
+        """What was not made, so that what lies in it has no place: told once, where it began."""
         self._there_already: set[int] = set()
 
     def put(self, path: str, key: str, value: Any) -> None:
         """Make this attribute what it was."""
         holder = self._walk.objects.get(path)
         if holder is None:
-            self.reasons.append(f"the checkpoint has {path}.{key}, and there is no such object here")
+            if not any(_is_inside(path, lost) for lost in self._lost):
+                self.reasons.append(f"the checkpoint has {path}.{key}, and there is no such object here")
             return
         own = own_of(holder)
         if key != CONTENT and not is_attribute(holder, key):
@@ -665,6 +668,7 @@ class _Putting:
         live = content_of(holder) if key == CONTENT else own.get(key)
         whole = self._filled(live, value)
         if self._missing:
+            self._lost.append(f"{path}.{key}")
             self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
         elif key == CONTENT:
             fill(holder, whole)

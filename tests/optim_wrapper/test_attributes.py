@@ -210,14 +210,15 @@ def test_what_is_there_now_can_be_put_back() -> None:
     assert (again.calls, again.rate, again.table, again.layer[1].p, hasattr(again, "come")) == (0, None, {}, 0.1, False)
 
 
-def test_an_object_that_was_made_meanwhile_is_told_where_it_is_missing() -> None:
+def test_an_object_that_was_made_meanwhile_is_told_once_where_it_is_missing() -> None:
     net, again = Net(), Net()
     watch = watched(net)
     net.both.append(Meter())
     watch.look()
     reasons = watched(again).put(saved(watch))
-    assert len(reasons) == 3
+    assert [reason.partition(" held ")[0] for reason in reasons] == ["model.both"]
     assert len(again.both) == 2
+    assert watched(nn.Linear(2, 2)).put({"model.both[2]": saved(watch)["model.both[2]"]})
 
 
 def test_what_is_too_large_for_a_document_is_told_once_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
