@@ -269,7 +269,9 @@ class StepRecorder:
         self.rng = RngCapture(ledger=self.ledger)
         self.extra_buffers = ExtraBuffers(self.extras, self.tensors)
         beside = {"model": model, **self.extras.objects(), **self.local_extras.objects()}
-        apart = [*(extras or {}).values(), *(local_extras or {}).values(), *optimizers]
+        apart: dict[str, Any] = {f"optimizer[{number}]": one for number, one in enumerate(optimizers)}
+        for of, objects in (("extras", extras), ("local_extras", local_extras)):
+            apart |= {f"{of}[{name!r}]": one for name, one in (objects or {}).items()}
         self.attributes = attributes.of_job(self.view, optimizers, self.ledger, of_optimizers, beside, apart, variables)
         self._digests = b""
         self.source: TrainerSource | None = None

@@ -183,7 +183,7 @@ def resume_from(
             more = f" and {len(names) - _BESIDE_SHOWN} more" if len(names) > _BESIDE_SHOWN else ""
             _log.warning(
                 "lastwords: the saved run's loop had changed %s%s, which no checkpoint has: what of it the loop "
-                "reads belongs into extras",
+                "reads belongs into extras and their state_dict()",
                 ", ".join(names[:_BESIDE_SHOWN]),
                 more,
             )

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -123,8 +123,8 @@ class Attributes:
 
     saved: tensors that a checkpoint has anyway, by name. spoken: what else it has, of optimizers with a state_dict() of
     their own: an attribute that is part of that is not looked at. beyond: objects of the job of whose attributes only
-    the random generators count. apart: extras, which are saved as such. variables: they lead to state as well; or other
-    objects that do, by name.
+    the random generators count. apart: extras by name, which are saved as such. variables: they lead to state as well;
+    or other objects that do, by name.
     """
 
     def __init__(
@@ -134,14 +134,16 @@ class Attributes:
         ledger: Ledger | None = None,
         spoken: Mapping[str, OwnState] | None = None,
         beyond: Mapping[str, Any] | None = None,
-        apart: Collection[Any] = (),
+        apart: Mapping[str, Any] | None = None,
         variables: bool | Mapping[str, Any] = False,
     ) -> None:
         self._lent = frozenset(variables) if isinstance(variables, Mapping) else frozenset()
         self._roots = {**roots, **(variables if isinstance(variables, Mapping) else {})}
         self._with_variables = variables is True
-        self._apart = frozenset(map(id, apart))
-        self._extras = [one for one in apart if not isinstance(one, OptTFTWrapper)]  # which would be a cycle
+        self._apart = frozenset(map(id, (apart or {}).values()))
+        self._extras = {  # an optimizer would be a cycle
+            name: one for name, one in (apart or {}).items() if not isinstance(one, OptTFTWrapper)
+        }
         self._beside = Beside(lambda told: _mark(told, reads_devices=False))
         self._thread = 0
         self._variables: dict[str, dict[str, int]] = {}
@@ -208,7 +210,7 @@ class Attributes:
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
         self._roots, self._walk, self._first, self._moved, self._variables = {}, Walk({}, {}), {}, {}, {}
-        self._extras = []
+        self._extras = {}
         self._beside.let_go()
         self.generators.let_go()
 
@@ -246,6 +248,7 @@ class Attributes:
                 moved = [name for name in moved if not self._is_spoken(name, said)]
             self._moved |= dict.fromkeys(moved)
             self._plan()
+            self._beside.look(self._walk, self._extras)
         took_s = clock.thread_s() - began_s
         if not beyond and self._slow < _SLOW_LOOKS:
             self._slow = self._slow + 1 if took_s > SLOW_S else 0
@@ -494,7 +497,7 @@ def of_job(
     ledger: Ledger,
     spoken: Mapping[str, OwnState],
     beyond: Mapping[str, Any],
-    apart: Collection[Any] = (),
+    apart: Mapping[str, Any] | None = None,
     variables: bool | Mapping[str, Any] = False,
 ) -> Attributes:
     """Those of the model and of all optimizers."""

@@ -1,4 +1,5 @@
-"""What the loop changes and no checkpoint has: its variables, closures, globals, and what these lead to.
+"""What the loop changes and no checkpoint has: its variables, closures, globals, and what these lead to; and what an
+extra has that its own `state_dict()` leaves out.
 
 It is only named. Most of it is read by nobody in the next step (a loss for the log, the batch in hand); some of it is
 state that belongs into `extras`. Which is which only the user knows. So it is no reason against exactness, which is
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import dis
 import functools
+import logging
 import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +28,14 @@ from lastwords.optim_wrapper.state.object_walk import (
     Beyond,
     Cell,
     Walk,
+    is_users,
     is_walked,
     memory_of,
     own_of,
 )
 from lastwords.optim_wrapper.state.running import locals_of, user_frames
+
+_log = logging.getLogger(__name__)
 
 NAMES_MAX = 64
 SLOW_S = 0.25
@@ -49,9 +55,11 @@ class Beside:
         self._places: Collection[str] = ()
         self._begun_at: dict[types.CodeType, int] = {}
         self._problem = ""
+        self._kept_back: KeptBack | None = None
 
-    def begin(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> None:
+    def begin(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> None:
         """The loop begins, on this thread: what there is now has not been changed by it."""
+        self._kept_back = KeptBack(walk, extras, self._marks_of)
         self._thread, self._first, self._begun_at = threading.get_ident(), None, {}
         look = self._look(walk, saved, extras)
         self._problem = _TOO_SLOW if look.is_late else ""
@@ -60,13 +68,22 @@ class Beside:
 
     def let_go(self, problem: str = "") -> None:
         """Nothing is looked at any more."""
-        self._first, self._problem = None, problem
+        self._first, self._problem, self._kept_back = None, problem, None
+
+    def look(self, walk: Walk, extras: Mapping[str, Any]) -> None:
+        """See what extras keep back. Training thread, as their state_dict() is called."""
+        try:
+            if self._kept_back is not None:
+                self._kept_back.look(walk, extras)
+        except Exception as error:  # of objects that nobody has foreseen: handed to the log
+            _log.info("what extras hold is not looked at: %r", error)
+            self._kept_back = None
 
     def changed(
         self,
         walk: Walk,
         saved: Mapping[str, torch.Tensor],
-        extras: Iterable[Any],
+        extras: Mapping[str, Any],
         forgets: Callable[[str], bool] = lambda name: False,
     ) -> list[str]:
         """Names of what is not as it was when the loop began. Any thread, while no step is computed."""
@@ -80,18 +97,19 @@ class Beside:
             for name, mark in self._marks(look).items()
             if name[0] in self._places and not name[0].startswith(_SAVED) and self._first.get(name) != mark
         ]
+        names += self._kept_back.names if self._kept_back is not None else ()
         names = sorted(name for name in names if not forgets(name))
         return names[:NAMES_MAX] + ([f"{len(names) - NAMES_MAX} more"] if len(names) > NAMES_MAX else [])
 
-    def told(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> dict[str, Any]:
+    def told(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> dict[str, Any]:
         """By name, what all of it holds, as a walk tells it; as much as can be looked at in time. Training thread."""
         cells = self._look(walk, saved, extras).cells.items()
         return {
             ".".join(name): one.told for name, one in cells if one.told is not CODE and not name[0].startswith(_SAVED)
         }
 
-    def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Iterable[Any]) -> _Everything:
-        roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras)}
+    def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> _Everything:
+        roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras.values())}
         return _Everything(walk, roots, saved, self._thread, self._begun_at)
 
     def _marks(self, look: Walk) -> dict[tuple[str, str], Any]:
@@ -102,6 +120,71 @@ UNSEEN = "what cannot be looked at"
 """Begins what stands in a name's place."""
 
 _TOO_SLOW = f"{UNSEEN} in {SLOW_S * 1e3:.0f} ms"
+
+
+class KeptBack:
+    """Attributes of the user's own extras that move, and that their `state_dict()` has never told.
+
+    marks_of: see `Beside`. names: of these attributes.
+    """
+
+    def __init__(self, walk: Walk, extras: Mapping[str, Any], marks_of: Callable[[Any], Any]) -> None:
+        self._marks_of = marks_of
+        self.names: dict[str, None] = {}
+        self._first = self._marks(self._cells(walk, extras))
+
+    def look(self, walk: Walk, extras: Mapping[str, Any]) -> None:
+        """See what has moved by now."""
+        cells = self._cells(walk, extras)
+        moved = [name for name, mark in self._marks(cells).items() if self._first.get(name) != mark]
+        for called, extra in extras.items():
+            inside = [name for name in moved if ".".join(name).startswith(f"{called}.")]
+            if not inside:
+                continue
+            try:
+                told = [*_leaves(extra.state_dict())]
+            except Exception:  # of the user's own code: handed to the ledger by whoever saves it
+                continue
+            leaves = {name: [*_leaves(cells[name].told)] for name in inside}
+            shapes = {_shape(one) for every in leaves.values() for one in every}
+            said = {self._marks_of(one) for one in told if _shape(one) in shapes}
+            for name, every in leaves.items():
+                if not all(self._marks_of(one) in said for one in every):
+                    self.names[".".join(name)] = None
+
+    def _marks(self, cells: Mapping[tuple[str, str], Cell]) -> dict[tuple[str, str], Any]:
+        return {name: self._marks_of(cell.told) for name, cell in cells.items()}
+
+    def _cells(self, walk: Walk, extras: Mapping[str, Any]) -> dict[tuple[str, str], Cell]:
+        own = {name: one for name, one in extras.items() if is_users(type(one)) and has(type(one), "state_dict")}
+        found = _OfExtras(walk, own).cells.items() if own else ()
+        return {name: cell for name, cell in found if cell.told is not CODE}
+
+
+def _leaves(told: Any) -> Iterator[Any]:
+    """What is inside of containers. Objects are left out: their attributes are looked at for themselves."""
+    if isinstance(told, dict | list | tuple | deque) and type(told) is not Place:
+        for one in told.values() if isinstance(told, dict) else told:
+            yield from _leaves(one)
+    elif type(told) is not Place:
+        yield told
+
+
+def _shape(leaf: Any) -> Any:
+    return leaf.shape if issubclass(type(leaf), torch.Tensor) else None
+
+
+class _OfExtras(Walk):
+    """What `walk` has not come to."""
+
+    def __init__(self, walk: Walk, roots: Mapping[str, Any]) -> None:
+        self._before = walk
+        super().__init__(roots, {})
+
+    def _go(self) -> None:
+        self._paths, self._containers = self._before._paths.copy(), self._before._containers.copy()
+        self._room += len(self._paths) + len(self._containers)
+        super()._go()
 
 
 class _Everything(Beyond):

@@ -59,7 +59,7 @@ class Trainer:
     def attributes(self, forget: tuple[str, ...] = ()) -> Attributes:
         roots = {"model": self.model, "optimizer": self.optimizer}
         saved = lambda: dict(self.model.named_parameters())  # noqa: E731
-        return Attributes(roots, saved, Ledger(forget), apart=[self.handed])
+        return Attributes(roots, saved, Ledger(forget), apart={"handed": self.handed})
 
     def train(self, change: Callable[[Trainer], Any]) -> Iterator[int]:
         best = previous = 0
@@ -287,3 +287,59 @@ def test_the_cut_is_said_and_what_is_forgotten_does_not_count() -> None:
     every = names(change)
     assert len(every) == NAMES_MAX + 1
     assert names(change, ("*.meter.m*",)) == [f"{LOOP}.best"]
+
+
+class Inner:
+    def __init__(self, seen: int = 0) -> None:
+        self.seen = seen
+
+
+class Best:
+    """An extra, of which something is left out."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.best, self.waited, self.rows, self.net, self.inner = 9.0, 0, [1.0], net, Inner()
+        self.kept, self.lost, self.cached = torch.zeros(2), torch.zeros(2), None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "rows": [*self.rows], "kept": self.kept, "inner": vars(self.inner).copy()}
+
+
+class Odd(Best):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not now")
+
+
+CHANGES: dict[str, tuple[Callable[[Best], Any], list[str]]] = {
+    "all that is told": (
+        lambda one: (setattr(one, "best", 0.5), one.rows.append(2.0), one.kept.add_(1), setattr(one.inner, "seen", 7)),
+        [],
+    ),
+    "a number": (lambda one: setattr(one, "waited", 5), ["extras['best'].waited"]),
+    "a tensor": (lambda one: one.lost.sub_(1), ["extras['best'].lost"]),
+    "a new object": (lambda one: setattr(one, "cached", Inner(5)), ["extras['best'].cached.seen"]),
+    "in an object": (lambda one: setattr(one.inner, "more", 5), []),
+    "the model": (lambda one: setattr(one.net, "best", 5), []),
+}
+"""What is told by `Best`, and not."""
+
+
+def named_of(change: Callable[[Best], Any], kind: type[Best] = Best) -> list[str]:
+    net = nn.Linear(2, 2)
+    extra = kind(net)
+    watch = Attributes({"model": net}, lambda: dict(net.named_parameters()), apart={"extras['best']": extra})
+    watch.begin()
+    watch.loop_begins()
+    change(extra)
+    watch.look()
+    return [name for name in watch.beside() if name.startswith("extras")]
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_an_extra_does_not_tell_of_itself_is_named(kind: str) -> None:
+    change, named = CHANGES[kind]
+    assert named_of(change) == named
+
+
+def test_an_extra_that_cannot_tell_is_named_by_whoever_saves_it() -> None:
+    assert named_of(CHANGES["a number"][0], Odd) == []

@@ -128,7 +128,7 @@ def test_extras_are_saved_as_such_and_forgotten_variables_not_at_all() -> None:
         meter.seen += 1
 
     assert len(taken(step)[0].values) == 1
-    assert taken(step, apart=(meter,))[0].values == {}
+    assert taken(step, apart={"meter": meter})[0].values == {}
     assert taken(step, variables=False)[0].values == {}, "nobody has asked for that"
     state, watch = taken(ledger=Ledger(["*() of *"]))
     assert state.values == {}
@@ -175,7 +175,7 @@ def test_objects_that_are_named_instead_are_state_without_what_a_library_sets_in
     def of(meter: Meter, averaged: nn.Module) -> Attributes:
         meter.averaged = averaged  # type: ignore[attr-defined]
         held = {"meter": Shadow(meter, {"seen"})}
-        return Attributes({}, dict, variables=held, apart=[averaged])
+        return Attributes({}, dict, variables=held, apart={"averaged": averaged})
 
     meter, other, averaged = Meter(), Meter(), nn.Linear(2, 2)
     watch = of(meter, averaged)

@@ -106,9 +106,12 @@ def main() -> None:
     for name, card in CARDS.items():
         phases = {**old.get(name, {}), **new[name]}
         merged[name] = {phase: found for phase, found in phases.items() if phase in (*card.phases, PERIODIC)}
-    missing = [f"{name}:{phase}" for name, card in CARDS.items() for phase in {*card.phases, PERIODIC} - {*new[name]}]
+    wanted = [(name, phase) for name, card in CARDS.items() for phase in (*card.phases, PERIODIC)]
+    missing = [f"{name}:{phase}" for name, phase in wanted if phase not in merged[name]]
+    kept = sum(phase not in new[name] and phase in merged[name] for name, phase in wanted)
+    print(f"{len(wanted) - kept - len(missing)} cases from these results, {kept} as they were", file=sys.stderr)
     if missing:
-        print(f"no result, so as it was: {' '.join(sorted(missing))}", file=sys.stderr)
+        print(f"neither a result nor an older verdict: {' '.join(missing)}", file=sys.stderr)
     FILE.write_text(text_of(merged))
     table.PAGE.write_text(table.page_with(table.PAGE.read_text(), merged))
 
