@@ -336,26 +336,21 @@ class StepRecorder:
         every: int = 1,
     ) -> TrainerSource:
         """The writer's view of this rank."""
-        self.source = TrainerSource(
-            self.units, self.extras, box_path, self.buffers_at, facts, buckets, copy, self.watch,
-            every=every,
-            ends_epoch=self.ends_epoch, gradients_missing=self.gradients.doubts,
-            attributes=self.attributes,
-            drawn_since=self._drawn_since, moved_between=self._moved_between,
-        )  # fmt: skip
+        self.source = TrainerSource(self, box_path, facts, buckets, copy, every)
         return self.source
 
-    def _drawn_since(self, step: int, kind: SlotKind = SlotKind.TENTATIVE) -> str:
+    def drawn_since(self, step: int, kind: SlotKind = SlotKind.TENTATIVE) -> str:
+        """The random stream that has moved on this rank since the copy of this kind of a step."""
         return "" if self._box is None else self._box.drawn_since(step, self.attributes.generators.drawn, kind)
 
-    def _moved_between(self, step: int) -> list[str]:
+    def moved_between(self, step: int) -> list[str]:
         """What has moved since the end of `step` in a loop that has not begun the next one. Writer's thread.
 
         Nothing that counts in a loop that does all that again.
         """
         if not self.ends_early or step != self._step or self.loop.repeats:
             return []
-        drawn = self._drawn_since(step, SlotKind.COMMITTED)
+        drawn = self.drawn_since(step, SlotKind.COMMITTED)
         of_attributes = attributes.differing(self._attributes_ended, self.attributes.document())
         return [*self.moved_since(), *filter(None, [drawn, of_attributes])]
 
@@ -372,7 +367,7 @@ class StepRecorder:
 
     def drawn_early(self) -> str:
         """What has drawn random numbers since the last step's end, in a loop that does so before each step's begin."""
-        return self._drawn_since(self._step, SlotKind.COMMITTED) if self.loop.draws else ""
+        return self.drawn_since(self._step, SlotKind.COMMITTED) if self.loop.draws else ""
 
     def rank_local_buffers(self) -> frozenset[str]:
         """Names of the buffers that go into the black box from now on, and therefore not into the unit."""

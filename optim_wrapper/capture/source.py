@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from lastwords.checkpoint.part import LocalState, UnitState, share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
+from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.capture.state_watch import Lent, StateWatch
 from lastwords.optim_wrapper.capture.witness import StateName
 from lastwords.optim_wrapper.state.attributes import Attributes, names_in
@@ -162,42 +163,61 @@ class Snapshot(NamedTuple):
     late: Late
 
 
+class Recorded(Protocol):
+    """What a rank's training thread has recorded. Writer's thread, while no step is computed."""
+
+    @property
+    def units(self) -> RankUnits: ...
+
+    @property
+    def extras(self) -> Extras: ...
+
+    @property
+    def watch(self) -> StateWatch | None:
+        """It has copies of what something else than the optimizer writes, and knows what has changed besides."""
+
+    @property
+    def attributes(self) -> Attributes: ...
+
+    @property
+    def gradients(self) -> CarriedGradients:
+        """Says why copies of a step, that has ended or not, may lack gradients that the next one goes on with."""
+
+    def buffers_at(self, step: int) -> tuple[frozenset[str], Mapping[str, str]]:
+        """Names of the buffers that are in no unit at a step, and why others are not what they were then."""
+
+    def ends_epoch(self, position: Position | None) -> bool | None: ...
+
+    def drawn_since(self, step: int) -> str:
+        """The random stream that has moved on this rank since the tentative copy of a step that has not ended."""
+
+    def moved_between(self, step: int) -> list[str]:
+        """What has moved since the end of a step, where the loop says when the next one begins, and has not yet."""
+
+
 class TrainerSource:
     """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
 
-    buffers_at: names of the buffers that are in no unit at a step, and why others are not what they were then.
     buckets: the order of DDP's buckets up to a step; None where the job's facts have it for all ranks. copy: taken at
     the end of each step that `every` divides, and saved instead of the live state where it is of the step that is asked
-    for. watch: has copies of
-    what something else than the optimizer writes, and knows what has changed besides. drawn_since: the random stream
-    that has moved on this rank since the tentative copy of a step that has not ended. moved_between: what has moved
-    since the end of a step, where the loop says when the next one begins, and has not yet. gradients_missing: why
-    copies of a step, that has ended or not, may lack gradients that the next one goes on with.
+    for.
     """
 
     def __init__(
         self,
-        units: RankUnits,
-        extras: Extras,
+        recorded: Recorded,
         box_path: Callable[[int], Path],
-        buffers_at: Callable[[int], tuple[frozenset[str], Mapping[str, str]]],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
         copy: WholeCopies | None = None,
-        watch: StateWatch | None = None,
-        *,
         every: int = 1,
-        ends_epoch: Callable[[Position | None], bool | None],
-        drawn_since: Callable[[int], str],
-        moved_between: Callable[[int], list[str]],
-        attributes: Attributes,
-        gradients_missing: Callable[..., list[str]],
     ) -> None:
-        self._units = units
-        self._extras = extras
+        self._recorded = recorded
+        self._units = recorded.units
+        self._extras = recorded.extras
+        self._watch = recorded.watch
         self._box_path = box_path
         self._files = HeldFiles(lambda: box_path(0).parent)
-        self._buffers_at = buffers_at
         self._facts = facts
         self._buckets = buckets
         self._copy = copy
@@ -205,17 +225,13 @@ class TrainerSource:
         """Whether `finish_copy` has anything to do."""
         self._every = every
         self._copied_at: dict[int, tuple[Position | None, Late]] = {}
-        self._reader = reader_for(one for view in units.views.values() for one in view.names().parameters.values())
+        self._reader = reader_for(
+            one for view in self._units.views.values() for one in view.names().parameters.values()
+        )
         self._snapshot: Snapshot | None = None
         self._before: Snapshot | None = None
         self._copied: Snapshot | None = None
         self._next_position: Position | None = None
-        self._watch = watch
-        self._ends_epoch = ends_epoch
-        self._drawn_since = drawn_since
-        self._moved_between = moved_between
-        self._attributes = attributes
-        self._gradients_missing = gradients_missing
         self._lasting: Collection[StateName] = ()
         self._later: Collection[str] = ()
 
@@ -351,22 +367,22 @@ class TrainerSource:
                 moved_names = watch.copied
                 if snapshot is self._snapshot:
                     moved_names, lent, of_state = watch.moved_since(step)
-                    of_state += self._gradients_missing(ended=True)
+                    of_state += self._recorded.gradients.doubts(ended=True)
                 of_state += _moved(moved_names, step)
         elif stand in (Stand(Phase.UPDATED, step), Stand(Phase.SKIPPED, step)):
             # The update is done, or there is none; the step's end was never reached (a collective before it, say).
             groups = copy_groups(view.optimizer)
             before, late = (None, Late()) if snapshot is None else (snapshot.extras, snapshot.late)
-            ends_epoch = self._ends_epoch(self.position(step))
+            ends_epoch = self._recorded.ends_epoch(self.position(step))
             extras, found = self._extras.after_update(before, late, ends_epoch)
             of_extras = _cut_off(step, found)
             if watch is not None:
-                missing = self._gradients_missing(ended=False) if stand.phase is Phase.UPDATED else []
+                missing = self._recorded.gradients.doubts(ended=False) if stand.phase is Phase.UPDATED else []
                 of_state = _cut_off(step, watch.cut_off(ends_epoch), missing)
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
-        apart, moved = self._buffers_at(step)
+        apart, moved = self._recorded.buffers_at(step)
         self._units.exclude_buffers(apart)
         self._units.check_layout()
         state = view.state(groups, stage, lent, keep=stage is None)
@@ -402,14 +418,14 @@ class TrainerSource:
     def _local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         states = {rank: self._local_state(rank, step) for rank in ranks}
         ended = self._snapshot is not None and self._snapshot.step == step
-        new = [*self._attributes.unseen(), *(sorted(self._attributes.moved_since()) if ended else ())]
-        first = self._attributes.moved_first(ended=ended)
+        new = [*self._recorded.attributes.unseen(), *(sorted(self._recorded.attributes.moved_since()) if ended else ())]
+        first = self._recorded.attributes.moved_first(ended=ended)
         for rank, state in states.items():
             missing = new or sorted(first - names_in(state.meta.slot.get("attributes")))
             if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):
                 why = f"{', '.join(missing[:3])} changed for the first time in step {step}, or after it: not saved"
                 states[rank] = _doubted(state, why)
-        if moved := self._moved_between(step):
+        if moved := self._recorded.moved_between(step):
             why = f"{', '.join(moved[:3])} changed after step_end() of step {step}, and the next step had not begun"
             for rank, state in states.items():
                 if state.meta.kind == COMMITTED and not state.meta.slot.get("begun"):
@@ -434,7 +450,7 @@ class TrainerSource:
         kinds = {rank: state.meta.kind for rank, state in states.items()}
         if TENTATIVE not in kinds.values():
             return ""
-        if drawn := self._drawn_since(step):
+        if drawn := self._recorded.drawn_since(step):
             return f"it had not ended step {step}, in which {drawn} changed on another rank after its tentative copy"
         for rank in (rank for rank, kind in kinds.items() if kind == COMMITTED):
             try:
@@ -460,7 +476,7 @@ class TrainerSource:
             return self._copied_at[step][1]
         if snapshot is None or snapshot.step + 1 != step:
             return None
-        late, ends_epoch = snapshot.late.copy(), self._ends_epoch(self.position(step))
+        late, ends_epoch = snapshot.late.copy(), self._recorded.ends_epoch(self.position(step))
         moved = self._extras.after_update(snapshot.extras, late, ends_epoch)[0].moved
         written = () if self._watch is None else self._watch.moved_late()
         often = {name: late[name].often if name in late else 0 for name in written}  # as before: more may have been due
@@ -485,7 +501,7 @@ class TrainerSource:
         found = self._copy.local(step) if mine else read_local(self._files, rank, step)  # type: ignore[union-attr]
         if found is None:
             return None
-        new = sorted(self._attributes.moved - names_in(found.meta.slot.get("attributes")))
+        new = sorted(self._recorded.attributes.moved - names_in(found.meta.slot.get("attributes")))
         if not new:
             return found
         why = f"{', '.join(new[:3])} changed for the first time after step {step}, or unseen before it: not saved"

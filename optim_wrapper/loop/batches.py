@@ -25,7 +25,7 @@ from lastwords.optim_wrapper.loop.data_position import (
     static_reasons,
 )
 from lastwords.optim_wrapper.state.generators import GeneratorState, of_stream, state_of
-from lastwords.optim_wrapper.state.object_walk import Walk
+from lastwords.optim_wrapper.state.object_walk import Cell, Walk, own_of
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 
 UNKNOWN_END = (
@@ -39,6 +39,9 @@ COUNTS = (
 )
 
 _SHOWN_MAX = 4
+
+_EPOCH = "epoch"
+"""What samplers and data sets call it: the argument of `set_epoch`."""
 
 _GLOBAL = {"python", "numpy", "torch"}
 
@@ -60,13 +63,18 @@ class RunLike(Protocol):
 
 
 class _At(NamedTuple):
-    """Where an epoch stands: so many of its batches are used, and the streams of its begin and of the next fetch."""
+    """Where an epoch stands: so many of its batches are used, and the streams of its begin and of the next fetch.
+
+    told: what samplers took for their epoch at its begin, by name. Some count on as soon as the last index is asked
+    for, and workers ask for it long before the epoch ends.
+    """
 
     epoch: int = 0
     used: int = 0
     start: Mapping[str, bytes] = {}
     fetch: Mapping[str, bytes] = {}
     ended: bool = False
+    told: Mapping[str, int] = {}
 
 
 class Batches:
@@ -139,6 +147,7 @@ class Batches:
             "epoch": at.epoch,
             "used": at.used,
             "ended": at.ended,
+            "told": dict(at.told),
             **{name: {key: torch.frombuffer(bytearray(state), dtype=torch.uint8) for key, state in states.items()}
                for name, states in streams.items()},
         }  # fmt: skip
@@ -146,7 +155,8 @@ class Batches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on there."""
         start, fetch = ({key: one.numpy().tobytes() for key, one in state[name].items()} for name in ("start", "fetch"))
-        self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]))
+        told = {str(name): int(epoch) for name, epoch in state["told"].items()}
+        self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told)
 
     def _now(self) -> _At:
         in_hand = self.ahead and not self._at.ended and self._given > 0
@@ -158,7 +168,8 @@ class Batches:
         """What is drawn as an iterator is made is drawn now."""
         self._look(loop)
         at = self._resumed or self._at
-        self._resumed, self._given, self._at = None, 0, _At(at.epoch + 1, start=self._taken())
+        told = {name: one.told for name, one in _epochs_of(self.loader).items()}
+        self._resumed, self._given, self._at = None, 0, _At(at.epoch + 1, start=self._taken(), told=told)
         if self._facts.persistent_workers and self._at.epoch > 1:
             loop.not_exact(PERSISTENT)
         return self._open()
@@ -197,10 +208,12 @@ class Batches:
 
         An epoch's order depends on the streams at its begin, the batch in hand on those right before it was fetched.
         """
-        here = self._taken()
+        here, epochs = self._taken(), _epochs_of(self.loader)
         self._put(at.start)
         self._at, self._given, in_hand = at, at.used, []
         before = _counted(self.loader)
+        for name in epochs.keys() & at.told.keys():
+            own_of(epochs[name].holder)[epochs[name].key] = at.told[name]
         iterator = self._open()
         put_back = partial(self._put, at.fetch or here)
         loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
@@ -210,6 +223,8 @@ class Batches:
         now = _counted(self.loader)
         if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
             loop.not_exact(COUNTS.format(", ".join(counts[:_SHOWN_MAX])))
+        for one in epochs.values():
+            own_of(one.holder)[one.key] = one.told
         self._put(here)
         return iterator, in_hand
 
@@ -257,6 +272,12 @@ def _streams_of(loader: Any) -> dict[str, GeneratorState]:
 
 
 def _counted(loader: Any) -> dict[str, str]:
-    """What the attributes of a loader and its data set hold, shortened; not the epoch, which a sampler is told."""
+    """What the attributes of a loader and its data set hold, shortened; without `_epochs_of` it."""
     cells = Walk({"loader": loader}, {}).cells.items()
-    return {".".join(name): repr(cell.told) for name, cell in cells if name[1] != "epoch"}
+    return {".".join(name): repr(cell.told) for name, cell in cells if name[1] != _EPOCH}
+
+
+def _epochs_of(loader: Any) -> dict[str, Cell]:
+    """What a loader, its samplers and its data set take for their epoch."""
+    cells = Walk({"loader": loader}, {}).cells.items()
+    return {".".join(name): cell for name, cell in cells if name[1] == _EPOCH and type(cell.told) is int}

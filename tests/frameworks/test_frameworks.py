@@ -32,7 +32,7 @@ CASES = {
     "transformers": {
         "": IN_TURN,
         "draws": IN_TURN,
-        "workers draws": IN_TURN,
+        "workers draws": ("1:4:fwd", "0:5:fwd", "0:6:evaluating", "1:11:fwd", "0:12:epoch"),
         "lengths": IN_TURN,
         "stops draws": ("1:4:fwd", "0:9:evaluating"),
         "leaves epochs draws": ("1:4:epoch", "0:5:fwd", "1:8:win", "0:8:epoch", "1:11:fwd"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.batches import COUNTS, UNKNOWN_END, Batches
@@ -42,7 +42,8 @@ class Loop:
 
 def streams(loader: Any = None) -> Any:
     own = None if loader is None or loader.generator is None else loader.generator.get_state()
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own
+    epoch = getattr(getattr(loader, "sampler", None), "epoch", None)
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own, epoch
 
 
 def put(taken: Any, loader: Any = None) -> None:
@@ -75,8 +76,27 @@ def streamed() -> DataLoader[Any]:
     return DataLoader(Drawn(), SIZE, collate_fn=list)
 
 
+class Counting(Sampler[int]):
+    """accelerate's: seeds itself from its epoch, and counts on as soon as it is asked for more than it has."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+def counting() -> DataLoader[Any]:
+    return DataLoader(range(LENGTH), SIZE, sampler=Counting(), num_workers=1, collate_fn=drawing)  # type: ignore[arg-type]
+
+
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": shuffled, "with a generator": with_generator, "streamed": streamed,
+    "counting": counting,
 }  # fmt: skip
 
 
@@ -112,6 +132,8 @@ def train(
         batches.load_state_dict(saved[0])
         broken(batches)
         put(saved[2])  # what comes before the loop may draw
+        if isinstance(loader.sampler, Counting):
+            loader.sampler.epoch = saved[1][4]  # as all attributes of a loader
     loop = Loop(None if saved is None else saved[1], loader)
     batches.join(lambda: loop)
     step = 0 if saved is None else at
@@ -172,6 +194,16 @@ def test_without_the_streams_of_its_fetch_the_batch_in_hand_is_another_one() -> 
 
     rest, _, _ = train(shuffled, True, at=4, saved=(*kept, streams()), broken=forget)
     assert rest[0][0] != whole[4][0]
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_without_the_epoch_of_its_begin_a_sampler_that_has_counted_on_gives_another_order(looks_ahead: bool) -> None:
+    def forget(batches: Batches) -> None:
+        batches._resumed = batches._resumed._replace(told={})  # type: ignore[union-attr]
+
+    whole, kept, _ = train(counting, looks_ahead, at=11)
+    rest, _, _ = train(counting, looks_ahead, at=11, saved=(*kept, streams()), broken=forget)
+    assert rest != whole[11:]
 
 
 def test_nothing_differs_from_a_loader_alone() -> None:

@@ -17,9 +17,9 @@ import torch
 
 from lastwords.optim_wrapper.capture import source
 from lastwords.optim_wrapper.capture.source import BUFFER_BYTES, DeviceReader
-from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.tensors.tensor_bytes import staged_bytes
 from lastwords.sharding.pieces import UnitTable
+from tests.optim_wrapper.test_rank_units import recorded
 
 DEVICE = torch.device("cuda:0")
 VIEWS = {
@@ -213,26 +213,11 @@ def test_the_writer_uses_the_reader_and_the_training_thread_does_not(
     model.weight = torch.nn.Parameter(torch.randn(3, 5).t())  # not in C order, so it has to be copied, as on a device
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     table = UnitTable({UNIT_REPLICATED: (0,)}, {UNIT_REPLICATED: None}, {})
-    doubts: Any = {
-        "attributes": Attributes({}, dict),
-        "ends_epoch": None,
-        "drawn_since": lambda step: "",
-        "moved_between": lambda step: [],
-        "gradients_missing": lambda *, ended: [],
-    }
     for copy, expected in ((None, [torch.Size([5, 3])]), (WholeCopies(0, lambda: tmp_path), [])):
         read.clear()
         units = RankUnits(UnitView(model, optimizer), table, [], (), 0)
-        state = TrainerSource(
-            units,
-            Extras({}, "extras"),
-            lambda rank: None,  # type: ignore[arg-type, return-value]
-            lambda step: (frozenset(), {}),
-            lambda step: {},
-            copy=copy,
-            **doubts,
-        )
         extras = Extras({}, "extras")
+        state = TrainerSource(recorded(units, extras), lambda rank: None, lambda step: {}, copy=copy)  # type: ignore[arg-type, return-value]
         state.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(), Late()))
         for _, tensor in state.unit_state(UNIT_REPLICATED, 1, Stand(Phase.COMPUTING, 1)).tensors:
             if callable(tensor):

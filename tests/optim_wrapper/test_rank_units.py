@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,12 +45,14 @@ class Net(nn.Module):
         self.register_buffer("cache", None, persistent=False)
 
 
-NO_DOUBTS: dict[str, Any] = {
-    "attributes": Attributes({}, dict),
-    "ends_epoch": lambda position: None, "drawn_since": lambda step: "",
-    "moved_between": lambda step: [], "gradients_missing": lambda *, ended: [],
-}  # fmt: skip
-"""What a recorder knows and these tests are not about."""
+def recorded(units: RankUnits, extras: Extras, watch: StateWatch | None = None) -> Any:
+    """What a recorder knows and these tests are not about."""
+    return SimpleNamespace(
+        units=units, extras=extras, watch=watch, attributes=Attributes({}, dict),
+        gradients=SimpleNamespace(doubts=lambda *, ended: []), buffers_at=lambda step: (frozenset(), {}),
+        ends_epoch=lambda position: None, drawn_since=lambda step: "", moved_between=lambda step: [],
+    )  # fmt: skip
+
 
 TABLE = UnitTable(
     units={"replicated": (0, 1), "tp0": (0,), "tp1": (1,)},
@@ -246,9 +249,7 @@ def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(
     watch = StateWatch(UnitView(net, optimizer), frozenset, lambda name: False)
     watch.list_tensors()
     watch.mark_end(1)
-    source = TrainerSource(
-        units, extras, lambda rank: None, lambda step: (frozenset(), {}), lambda step: {}, watch=watch, **NO_DOUBTS  # type: ignore[arg-type, return-value]
-    )  # fmt: skip
+    source = TrainerSource(recorded(units, extras, watch), lambda rank: None, lambda step: {})  # type: ignore[arg-type, return-value]
     source.committed(Snapshot(1, Position(1, 1), copy_groups(optimizer), extras.first(), Late()))
     watch.end_update()
     if written:

@@ -177,7 +177,7 @@ def begins_unasked() -> None:
     """Nobody asks whether all ranks had begun the next step, and what had changed by then."""
     for module in ("resume", "resume_choice"):
         importlib.import_module(f"lastwords.optim_wrapper.resume.{module}").begun_of = lambda manifest: (True, "")
-    importlib.import_module("lastwords.optim_wrapper.capture.recorder").StepRecorder._moved_between = nothing
+    importlib.import_module("lastwords.optim_wrapper.capture.recorder").StepRecorder.moved_between = nothing
 
 
 MECHANISMS: dict[str, Callable[[], None]] = {
