@@ -208,12 +208,12 @@ class Batches:
 
         An epoch's order depends on the streams at its begin, the batch in hand on those right before it was fetched.
         """
-        here, epochs = self._taken(), _epochs_of(self.loader)
+        here = self._taken()
         self._put(at.start)
         self._at, self._given, in_hand = at, at.used, []
         before = _counted(self.loader)
-        for name in epochs.keys() & at.told.keys():
-            own_of(epochs[name].holder)[epochs[name].key] = at.told[name]
+        for name, one in _epochs_of(self.loader).items():
+            own_of(one.holder)[one.key] = at.told.get(name, one.told)
         iterator = self._open()
         put_back = partial(self._put, at.fetch or here)
         loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
@@ -223,8 +223,6 @@ class Batches:
         now = _counted(self.loader)
         if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
             loop.not_exact(COUNTS.format(", ".join(counts[:_SHOWN_MAX])))
-        for one in epochs.values():
-            own_of(one.holder)[one.key] = one.told
         self._put(here)
         return iterator, in_hand
 
