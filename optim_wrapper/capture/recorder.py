@@ -690,19 +690,28 @@ class StepRecorder:
         """The copy of the step under way, before anything that lets a peer update."""
         if self._box is not None and not self._paused:
             self.finish_copy()
-            self.ends_early = False  # the next step is under way, whether or not the loop has said so
             self.work.arrive()
             self.loop.passes.count += self._hook is not None
-            extras = self.local_extras.again(self._local_now)[0]
-            local = self._local(extras) if self.local_extras else b""
-            self._tentative_local = extras, local
-            looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
-            self._attributes_then = self.attributes.document(look=looks)
             self.gradients.backward.under_way = True
             if self.gradients.looks_in_backward:
                 self.gradients.in_backward()
-            said = self._document or self._document_of(self._position)
-            self._box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
+            self._keep_tentative(self._box)
+
+    def before_update(self) -> None:
+        """The gradients are final. A copy of the step under way, where the model itself was not called in it."""
+        self.finish_copy()
+        if self._hook is not None and self._tentative_local is None and self._box is not None and not self._paused:
+            self._keep_tentative(self._box)
+
+    def _keep_tentative(self, box: BoxRecorder) -> None:
+        self.ends_early = False  # the next step is under way, whether or not the loop has said so
+        extras = self.local_extras.again(self._local_now)[0]
+        local = self._local(extras) if self.local_extras else b""
+        self._tentative_local = extras, local
+        looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
+        self._attributes_then = self.attributes.document(look=looks)
+        said = self._document or self._document_of(self._position)
+        box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""

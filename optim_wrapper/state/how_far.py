@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import itertools
 import operator
+import queue
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
@@ -78,11 +80,34 @@ def digest(parts: Iterable[Any], depth: int) -> str:
         elif depth < _ITERATORS_DEEP and has(kind, "__next__"):
             found.append(how_far(one, depth + 1))
         elif issubclass(kind, np.ndarray):
-            found.append(f"{id(one)} {sampled(one)}")
+            found.append(f"{id(one)} {of_array(one, depth)}")
         else:
             tensor = issubclass(kind, torch.Tensor) and not one.is_inference()
             found.append(f"{id(one)}.{one._version if tensor else 0}")
     return xxhash.xxh3_64_hexdigest(" ".join(found).encode("utf-8", "surrogatepass"))
+
+
+def of_array(values: np.ndarray[Any, Any], depth: int = 0) -> str:
+    """Of an array of any kind: objects, fields, a mask. Differs where it has changed."""
+    plain = np.ndarray.view(values, np.ndarray)
+    inside = digest(islice(plain.flat, _ITEMS), depth + 1) if plain.dtype.hasobject else sampled(plain)
+    mask = vars(values).get("_mask") if isinstance(values, np.ma.MaskedArray) else None
+    return inside if mask is None else f"{inside} {sampled(np.asarray(mask))}"
+
+
+def held_in(one: Any) -> Iterable[Any] | None:
+    """What a queue or a weak container of Python's own holds; None for any other object."""
+    kind = type(one)
+    if kind in _QUEUES:
+        return list(one.queue)
+    if kind in _WEAK:
+        data = one.data
+        return [*data.values()] if isinstance(data, dict) else [*data]
+    return None
+
+
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 
 
 def sampled(values: np.ndarray[Any, Any]) -> str:

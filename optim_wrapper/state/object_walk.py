@@ -35,7 +35,16 @@ from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lastwords.checkpoint.storable import Place, is_factory, is_storable
-from lastwords.optim_wrapper.state.how_far import ATOMS, SEQUENCES, WHICH, digest, has, how_far, sampled
+from lastwords.optim_wrapper.state.how_far import (
+    ATOMS,
+    SEQUENCES,
+    WHICH,
+    digest,
+    has,
+    held_in,
+    how_far,
+    of_array,
+)
 from lastwords.optim_wrapper.state.running import (
     called,
     is_of_the_user,
@@ -348,8 +357,10 @@ class Walk:
             return Place(_kind(value), f"{MEMBER}{own_of(value)['_name_']}")
         if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
             return place
-        if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX:
-            return Place("", f"{LARGE_ARRAY}{value.shape} {sampled(value)}")
+        if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX and not value.dtype.hasobject:
+            return Place("", f"{LARGE_ARRAY}{value.shape} {of_array(value)}")
+        if issubclass(kind, np.ndarray):
+            return value if parts_of(value) is not None else Place("", f"{_kind(value)}{WHICH}{of_array(value)}")
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
@@ -362,10 +373,9 @@ class Walk:
             return CODE
         if has(kind, "__next__"):
             return Place("", how_far(value)) if self._values else CODE
-        if kind is array.array or issubclass(kind, _CDATA):
-            return Place("", f"{_kind(value)}{WHICH}{xxhash.xxh3_64_hexdigest(bytes(memoryview(value)))}")
-        stored = parts_of(value) is not None or is_storable(value)
-        return value if stored else Place("", _kind(value))
+        if parts_of(value) is not None or is_storable(value):
+            return value
+        return Place("", f"{_kind(value)}{_which(value)}")
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         self.code.append((path, value))
@@ -461,6 +471,15 @@ class Walk:
         return (
             kind in ATOMS or issubclass(kind, np.generic | enum.Enum) or (kind is tuple and all(map(self._is_key, key)))
         )
+
+
+def _which(value: Any) -> str:
+    """What tells something that cannot be stored from others of its kind in this process, or from what it was."""
+    kind = type(value)
+    if kind is array.array or issubclass(kind, _CDATA):
+        return f"{WHICH}{xxhash.xxh3_64_hexdigest(bytes(memoryview(value)))}"
+    held = held_in(value)
+    return "" if held is None else f"{WHICH}{digest(held, 0)}"
 
 
 def variables(thread: int) -> dict[str, dict[str, Any]]:

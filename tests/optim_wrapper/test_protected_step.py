@@ -56,7 +56,7 @@ def test_signals_wait_from_the_gate_on_and_the_tentative_copy_comes_before_it() 
     one = Around()
     begun_update(one)
     assert one.calls == [
-        "recorder.finish_copy",
+        "recorder.before_update",
         "watch.begin_update",
         "agent.copy_if_due",
         "signals.begin_update",

@@ -9,7 +9,9 @@ import dataclasses
 import enum
 import itertools
 import multiprocessing
+import queue
 import threading
+import weakref
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -444,7 +446,17 @@ class Numbers:
         return self.at
 
 
-SEVEN = [*range(7)]
+class Rows(np.ndarray[Any, Any]):
+    """As np.memmap is one."""
+
+
+def filled(one: Any, *items: Any) -> Any:
+    for item in items:
+        one.put(item)
+    return one
+
+
+SEVEN, FIELDS = [*range(7)], [("loss", "f4"), ("seen", "i4")]
 MOVING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "generator": (lambda: (one for one in SEVEN), next),
     "generator of numbers": (lambda: (0.9**step for step in itertools.count()), next),
@@ -459,6 +471,17 @@ MOVING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "keys": (lambda: {Part: 0}, lambda one: one.update({Part: one[Part] + 1})),
     "array": (lambda: array.array("d", [0.0]), lambda one: one.append(1.0)),
     "ctypes": (lambda: ctypes.c_int(0), lambda one: setattr(one, "value", one.value + 1)),
+    "fields": (lambda: np.zeros(3, FIELDS), lambda one: one["seen"].__setitem__(1, 5)),
+    "record": (lambda: np.zeros(3, FIELDS).view(np.recarray), lambda one: one.seen.__setitem__(1, 5)),
+    "array of objects": (lambda: np.array([[], None, 1.0], object), lambda one: one.__setitem__(2, 2.0)),
+    "masked": (lambda: np.ma.zeros(3), lambda one: one.__setitem__(1, 5.0)),
+    "mask": (lambda: np.ma.array([1.0, 2.0], mask=[True, False]), lambda one: one.mask.__setitem__(0, False)),
+    "array of one's own": (lambda: np.zeros(3).view(Rows), lambda one: one.__setitem__(1, 5)),
+    "queue": (queue.Queue, lambda one: one.put(1)),
+    "queue by priority": (lambda: filled(queue.PriorityQueue(), 2), lambda one: one.put(1)),
+    "weak keys": (lambda: weakref.WeakKeyDictionary({Part: 0}), lambda one: one.__setitem__(Part, 1)),
+    "weak values": (lambda: weakref.WeakValueDictionary({0: Part}), lambda one: one.__setitem__(0, Bits)),
+    "weak set": (lambda: weakref.WeakSet([Part]), lambda one: one.add(Bits)),
     "shared": (lambda: multiprocessing.Value("i", 0), lambda one: setattr(one, "value", one.value + 1)),
 }
 

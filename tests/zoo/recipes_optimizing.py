@@ -390,6 +390,26 @@ class NoDdp(Loop):
                 p.grad /= self.ranks
 
 
+class ByMethod(nn.Module):
+    """A network that is never called itself."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.body(x))
+
+
+@recipe("no_ddp_method", "the same, and the loop calls a method of the model instead of the model", "bwd win fwd")
+class NoDdpMethod(NoDdp):
+    def net(self) -> nn.Module:
+        return ByMethod(super().net())
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.model.logits(x), y)  # type: ignore[operator]
+
+
 class Averaging(torch.optim.Optimizer):
     """As schedule-free optimizers do, it trains one point and shows another one between `eval()` and `train()`."""
 
