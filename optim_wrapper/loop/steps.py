@@ -247,7 +247,9 @@ class Steps:
                 break
             if draws.looks:
                 draws.given()
-            if count == batches_done and told_epochs(self._loader) != told:
+            # Samplers count on once all indices are asked for, which workers do early; torch's loaders tell none.
+            foreign = self._facts.kind is LoaderKind.FOREIGN
+            if foreign and count == batches_done and told_epochs(self._loader) != told:
                 self._not_exact(
                     f"the loader ({type(self._loader).__name__}) counts its epochs itself and passed its "
                     f"sampler a different epoch than {epoch}, so the data order differs; pass the DataLoader "

@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -301,6 +302,33 @@ KINDS = [
 def points(steps: int) -> list[tuple[int, int]]:
     """In the first epoch, in a later one, at the first step, at the end of an epoch, at the very end."""
     return [(1, 1), (1, 3), (2, 2), (1, steps), (2, steps), (3, steps)]
+
+
+class CountsOn(SequentialSampler):
+    """As accelerate's: its order is its epoch's, and it counts on once it has been asked for all."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(SAMPLES, generator=seeded(self.epoch)).tolist()
+        self.set_epoch(self.epoch + 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_counts_on_ahead_of_the_training_is_told_its_epoch_all_the_same(workers: int) -> None:
+    def make() -> Any:
+        return DataLoader(Items("all"), batch_size=BATCH, sampler=CountsOn(Items()), num_workers=workers)
+
+    whole = whole_run(make, epochs=3)
+    assert whole.steps is not None
+    assert not told(whole)
+    for epoch, step in points(whole.steps.steps_per_epoch):
+        again = resumed(whole, make, epoch, step, epochs=3)
+        assert again.record == after(whole.record, epoch, step)
+        assert not told(again)
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["rank 0", "another rank"])
