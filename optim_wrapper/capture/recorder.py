@@ -309,6 +309,8 @@ class StepRecorder:
         self._hook: BeforeCollective | None = None
         self._paused = self._needs_epoch_start = False
         self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
+        self.uncopied = False
+        """No copy has been taken of the step under way, and no gate will ask for one."""
         self._attributes_then = self._attributes_ended = b""  # in the tentative copy, and in the committed one
         self._steps_per_epoch = 0  # not known
         self.ends_early, self.names_steps = False, True
@@ -641,6 +643,7 @@ class StepRecorder:
         else:
             ended = begin(position, self.named, names_steps, ahead=ahead, ends_epoch=ends_epoch)
         self._step, self._position = step, None
+        self.uncopied = self._hook is not None
         self.named = position or self.named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
         self._document = b"" if ahead else begin(None, self.named, names_steps, ahead=ahead)
@@ -686,32 +689,27 @@ class StepRecorder:
         if self._box is not None:
             self._box.epoch_start(epoch, b"{%s}" % self.attributes.document(look=True)[1:])
 
-    def tentative(self) -> None:
-        """The copy of the step under way, before anything that lets a peer update."""
+    def tentative(self, *, late: bool = False) -> None:
+        """The copy of the step under way, before anything that lets a peer update.
+
+        late: only before this rank's own update, as neither the model nor a DDP was called in this step.
+        """
         if self._box is not None and not self._paused:
             self.finish_copy()
-            self.work.arrive()
-            self.loop.passes.count += self._hook is not None
-            self.gradients.backward.under_way = True
-            if self.gradients.looks_in_backward:
-                self.gradients.in_backward()
-            self._keep_tentative(self._box)
-
-    def before_update(self) -> None:
-        """The gradients are final. A copy of the step under way, where the model itself was not called in it."""
-        self.finish_copy()
-        if self._hook is not None and self._tentative_local is None and self._box is not None and not self._paused:
-            self._keep_tentative(self._box)
-
-    def _keep_tentative(self, box: BoxRecorder) -> None:
-        self.ends_early = False  # the next step is under way, whether or not the loop has said so
-        extras = self.local_extras.again(self._local_now)[0]
-        local = self._local(extras) if self.local_extras else b""
-        self._tentative_local = extras, local
-        looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
-        self._attributes_then = self.attributes.document(look=looks)
-        said = self._document or self._document_of(self._position)
-        box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
+            self.ends_early = self.uncopied = False  # the next step is under way, whether or not the loop has said so
+            extras = self.local_extras.again(self._local_now)[0]
+            local = self._local(extras) if self.local_extras else b""
+            self._tentative_local = extras, local
+            looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
+            self._attributes_then = self.attributes.document(look=looks)
+            if not late:
+                self.work.arrive()
+                self.loop.passes.count += self._hook is not None
+                self.gradients.backward.under_way = True
+                if self.gradients.looks_in_backward:
+                    self.gradients.in_backward()
+            said = self._document or self._document_of(self._position)
+            self._box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""

@@ -71,7 +71,9 @@ class ProtectedStep:
             self._ensure_loop = None
         if self._fence is not None:
             self._fence()
-        self._recorder.before_update()
+        self._recorder.finish_copy()
+        if self._recorder.uncopied:
+            self._recorder.tentative(late=True)
         self._watch.begin_update()
         self._agent.copy_if_due()
         try:

@@ -37,7 +37,7 @@ class Around(Recorded):
         self.calls: list[str] = []
         super().__init__("recorder", self.calls)
         self.agent, self.watch, self.signals = [Recorded(name, self.calls) for name in ("agent", "watch", "signals")]
-        self.agent.work, self.ledger = StepWork(), Ledger()
+        self.agent.work, self.ledger, self.uncopied = StepWork(), Ledger(), False
         self._at_gate = at_gate
 
     def enter(self, step: int, position: object) -> None:
@@ -56,7 +56,7 @@ def test_signals_wait_from_the_gate_on_and_the_tentative_copy_comes_before_it() 
     one = Around()
     begun_update(one)
     assert one.calls == [
-        "recorder.before_update",
+        "recorder.finish_copy",
         "watch.begin_update",
         "agent.copy_if_due",
         "signals.begin_update",
