@@ -77,7 +77,8 @@ _CDATA: Any = ctypes.c_int.__mro__[-2]
 _SHARED = "multiprocessing.sharedctypes"
 _DEPTH_MAX = 24
 
-_CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict)
+_CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict, set)
+_SINGLE: tuple[Any, ...] = (int, float, str, bytes, tuple)
 GENERATORS = (
     torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
     np.random.SeedSequence,
@@ -365,6 +366,9 @@ class Walk:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
             return Place(_kind(value), NAMED_TUPLE), *items
+        for base in _SINGLE if is_users(kind) else ():
+            if issubclass(kind, base):  # it is replaced, never changed
+                return Place("", f"{_kind(value)}{WHICH}{digest(base.__getnewargs__(value), 0)}")
         if is_walked(value):
             return Place(self._meet(path, value), _kind(value))
         if kind.__module__ == _SHARED and "_obj" in (own := own_of(value) or {}):
@@ -722,10 +726,11 @@ def own_of(value: Any) -> Any:
 
 
 def content_of(one: Any) -> Any:
-    """The items of an object that is a list, a deque or a dict as well, whatever its class does when it is asked."""
+    """The items of an object that is a list, a deque, a dict or a set too, whatever its class does when it is asked."""
     for kind in _CONTENTS:
         if issubclass(type(one), kind):
-            return kind(kind.items(one)) if issubclass(kind, dict) else [*kind.__iter__(one)]
+            items = kind.items(one) if issubclass(kind, dict) else kind.__iter__(one)
+            return list(items) if kind in SEQUENCES else kind(items)
     return GONE
 
 
@@ -733,7 +738,7 @@ def fill(one: Any, content: Any) -> None:
     """Make these the items of such an object."""
     kind = next(kind for kind in _CONTENTS if issubclass(type(one), kind))
     kind.clear(one)
-    (kind.update if issubclass(kind, dict) else kind.extend)(one, content)
+    (kind.extend if kind in SEQUENCES else kind.update)(one, content)
 
 
 def is_users(kind: type[Any]) -> bool:

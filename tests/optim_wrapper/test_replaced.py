@@ -446,6 +446,18 @@ class Numbers:
         return self.at
 
 
+class Names(set[int]):
+    """A set with a name."""
+
+
+class Level(int):
+    """A number with a name."""
+
+
+class Row(tuple[int, ...]):
+    """A row with a name."""
+
+
 class Rows(np.ndarray[Any, Any]):
     """As np.memmap is one."""
 
@@ -499,12 +511,26 @@ def test_what_cannot_be_stored_is_told_once_it_moves_and_not_before(kind: str) -
     assert [reason.partition(": ")[0] for reason in told(watch)] == ["the attribute model.it changes, and is not saved"]
 
 
+@pytest.mark.parametrize("before", [Level(1), Row([1, 2])])
+def test_a_value_of_ones_own_class_is_told_once_another_one_stands_there(before: Any) -> None:
+    net = made(it=before)
+    watch = watched(net)
+    net.it = Level(1) if before == 1 else Row([1, 2])
+    watch.look()
+    assert told(watch) == []
+    net.it = Level(2) if before == 1 else Row([1, 3])
+    watch.look()
+    watch.document()
+    assert [reason.partition(": ")[0] for reason in told(watch)] == ["the attribute model.it changes, and is not saved"]
+
+
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "members for keys": (lambda: {Part.HEAD: [0]}, lambda one: one[Part.HEAD].append(1), dict),
     "beside flags": (lambda: [Bits.LOW | Bits.HIGH, 0], lambda one: one.__setitem__(1, 1), list),
     "a new member": (lambda: {Part.HEAD: 0}, lambda one: one.update({Part.TAIL: Part.TAIL}), dict),
     "iterator of one's own": (Numbers, next, lambda one: one.at),
     "ChainMap": (lambda: ChainMap({}, {}), lambda one: one.update(a=1), dict),
+    "set of one's own": (Names, lambda one: one.add(1), set),
     "UserDict": (UserDict, lambda one: one.update(a=1), dict),
     "scaler": (lambda: torch.amp.GradScaler("cpu"),
                lambda one: setattr(one, "_init_scale", 2.0), lambda one: one._init_scale),
