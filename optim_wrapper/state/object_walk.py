@@ -361,7 +361,8 @@ class Walk:
         if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX and not value.dtype.hasobject:
             return Place("", f"{LARGE_ARRAY}{value.shape} {of_array(value)}")
         if issubclass(kind, np.ndarray):
-            return value if parts_of(value) is not None else Place("", f"{_kind(value)}{WHICH}{of_array(value)}")
+            about = f"{_kind(value)} of {value.dtype}{WHICH}"
+            return value if parts_of(value) is not None else Place("", about + of_array(value))
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
