@@ -40,9 +40,13 @@ class Loop:
         self.reasons += reasons
 
 
+def counting_in(loader: Any) -> Any:
+    return getattr(loader, "sampler", loader)
+
+
 def streams(loader: Any = None) -> Any:
     own = None if loader is None or loader.generator is None else loader.generator.get_state()
-    epoch = getattr(getattr(loader, "sampler", None), "epoch", None)
+    epoch = getattr(counting_in(loader), "epoch", None)
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), own, epoch
 
 
@@ -94,9 +98,26 @@ def counting() -> DataLoader[Any]:
     return DataLoader(range(LENGTH), SIZE, sampler=Counting(), num_workers=1, collate_fn=drawing)  # type: ignore[arg-type]
 
 
+class Own:
+    """A loader of the user's own, which counts its epochs as each begins."""
+
+    generator = None
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return LENGTH // SIZE
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        yield from (order[at : at + SIZE] for at in range(0, LENGTH, SIZE))
+
+
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": shuffled, "with a generator": with_generator, "streamed": streamed,
-    "counting": counting,
+    "counting": counting, "own": Own,  # type: ignore[dict-item]
 }  # fmt: skip
 
 
@@ -132,8 +153,8 @@ def train(
         batches.load_state_dict(saved[0])
         broken(batches)
         put(saved[2])  # what comes before the loop may draw
-        if isinstance(loader.sampler, Counting):
-            loader.sampler.epoch = saved[1][4]  # as all attributes of a loader
+        if saved[1][4] is not None:
+            counting_in(loader).epoch = saved[1][4]  # as all attributes of a loader
     loop = Loop(None if saved is None else saved[1], loader)
     batches.join(lambda: loop)
     step = 0 if saved is None else at
@@ -197,12 +218,13 @@ def test_without_the_streams_of_its_fetch_the_batch_in_hand_is_another_one() -> 
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-def test_without_the_epoch_of_its_begin_a_sampler_that_has_counted_on_gives_another_order(looks_ahead: bool) -> None:
+@pytest.mark.parametrize("loader", ["counting", "own"])
+def test_without_the_epoch_of_its_begin_what_has_counted_on_gives_another_order(loader: str, looks_ahead: bool) -> None:
     def forget(batches: Batches) -> None:
         batches._resumed = batches._resumed._replace(told={})  # type: ignore[union-attr]
 
-    whole, kept, _ = train(counting, looks_ahead, at=11)
-    rest, _, _ = train(counting, looks_ahead, at=11, saved=(*kept, streams()), broken=forget)
+    whole, kept, _ = train(LOADERS[loader], looks_ahead, at=11)
+    rest, _, _ = train(LOADERS[loader], looks_ahead, at=11, saved=(*kept, streams()), broken=forget)
     assert rest != whole[11:]
 
 
