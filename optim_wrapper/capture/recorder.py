@@ -562,6 +562,11 @@ class StepRecorder:
         self.attributes.end_step()
         if look or ends_epoch or self._looks_first:
             self.attributes.look(beyond=look)
+            states = {"extras": self._extras_now.states, "local_extras": self._local_now.states}
+            said = {f"{of}[{name!r}]": one for of, every in states.items() for name, one in every.items()}
+            self.attributes.compare_extras({
+                name: one for name, one in said.items() if not isinstance(one, extras.LeftOut)
+            })  # fmt: skip
         self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
         if look:
             self.watch.announce_left_out()

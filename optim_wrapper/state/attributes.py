@@ -248,12 +248,15 @@ class Attributes:
                 moved = [name for name in moved if not self._is_spoken(name, said)]
             self._moved |= dict.fromkeys(moved)
             self._plan()
-            self._beside.look(self._walk, self._extras)
         took_s = clock.thread_s() - began_s
         if not beyond and self._slow < _SLOW_LOOKS:
             self._slow = self._slow + 1 if took_s > SLOW_S else 0
             if self.is_slow:
                 _log.info("a look at the attributes of model, optimizers and loader takes %.0f ms", took_s * 1e3)
+
+    def compare_extras(self, said: Mapping[str, Any]) -> None:
+        """Right after a look: see what of the extras moves that is not in these states of theirs, of now."""
+        self._beside.compare(self._walk, self._extras, said)
 
     @property
     def is_slow(self) -> bool:

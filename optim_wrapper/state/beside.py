@@ -41,6 +41,8 @@ NAMES_MAX = 64
 SLOW_S = 0.25
 """Of processor time: so long a look may take."""
 
+_ELEMENTS = 64
+
 _SAVED = "(saved)"
 """Begins the paths of what is saved in another way."""
 
@@ -70,11 +72,11 @@ class Beside:
         """Nothing is looked at any more."""
         self._first, self._problem, self._kept_back = None, problem, None
 
-    def look(self, walk: Walk, extras: Mapping[str, Any]) -> None:
-        """See what extras keep back. Training thread, as their state_dict() is called."""
+    def compare(self, walk: Walk, extras: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+        """See what extras keep back. said: their states, as of now."""
         try:
             if self._kept_back is not None:
-                self._kept_back.look(walk, extras)
+                self._kept_back.look(walk, extras, said)
         except Exception as error:  # of objects that nobody has foreseen: handed to the log
             _log.info("what extras hold is not looked at: %r", error)
             self._kept_back = None
@@ -133,23 +135,21 @@ class KeptBack:
         self.names: dict[str, None] = {}
         self._first = self._marks(self._cells(walk, extras))
 
-    def look(self, walk: Walk, extras: Mapping[str, Any]) -> None:
-        """See what has moved by now."""
-        cells = self._cells(walk, extras)
+    def look(self, walk: Walk, extras: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+        """See what has moved by now. said: states of extras; where one is missing, nothing is named."""
+        cells = self._cells(walk, {name: one for name, one in extras.items() if name in said})
         moved = [name for name, mark in self._marks(cells).items() if self._first.get(name) != mark]
-        for called, extra in extras.items():
+        for called, state in said.items():
             inside = [name for name in moved if ".".join(name).startswith(f"{called}.")]
-            if not inside:
-                continue
-            try:
-                told = [*_leaves(extra.state_dict())]
-            except Exception:  # of the user's own code: handed to the ledger by whoever saves it
-                continue
-            leaves = {name: [*_leaves(cells[name].told)] for name in inside}
-            shapes = {_shape(one) for every in leaves.values() for one in every}
-            said = {self._marks_of(one) for one in told if _shape(one) in shapes}
-            for name, every in leaves.items():
-                if not all(self._marks_of(one) in said for one in every):
+            told = [*_leaves(state)] if inside else []
+            values = {self._marks_of(one) for one in told if not issubclass(type(one), torch.Tensor)}
+            tensors = [one for one in told if issubclass(type(one), torch.Tensor)]
+            for name in inside:
+                every = _leaves(cells[name].told)
+                if not all(
+                    _is_among(one, tensors) if issubclass(type(one), torch.Tensor) else self._marks_of(one) in values
+                    for one in every
+                ):
                     self.names[".".join(name)] = None
 
     def _marks(self, cells: Mapping[tuple[str, str], Cell]) -> dict[tuple[str, str], Any]:
@@ -170,8 +170,10 @@ def _leaves(told: Any) -> Iterator[Any]:
         yield told
 
 
-def _shape(leaf: Any) -> Any:
-    return leaf.shape if issubclass(type(leaf), torch.Tensor) else None
+def _is_among(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them has the same shape and the same first elements."""
+    some = tensor.detach().flatten()[:_ELEMENTS]
+    return any(one.shape == tensor.shape and torch.equal(one.detach().flatten()[:_ELEMENTS], some) for one in others)
 
 
 class _OfExtras(Walk):

@@ -305,11 +305,6 @@ class Best:
         return {"best": self.best, "rows": [*self.rows], "kept": self.kept, "inner": vars(self.inner).copy()}
 
 
-class Odd(Best):
-    def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("not now")
-
-
 CHANGES: dict[str, tuple[Callable[[Best], Any], list[str]]] = {
     "all that is told": (
         lambda one: (setattr(one, "best", 0.5), one.rows.append(2.0), one.kept.add_(1), setattr(one.inner, "seen", 7)),
@@ -324,14 +319,15 @@ CHANGES: dict[str, tuple[Callable[[Best], Any], list[str]]] = {
 """What is told by `Best`, and not."""
 
 
-def named_of(change: Callable[[Best], Any], kind: type[Best] = Best) -> list[str]:
+def named_of(change: Callable[[Best], Any]) -> list[str]:
     net = nn.Linear(2, 2)
-    extra = kind(net)
+    extra = Best(net)
     watch = Attributes({"model": net}, lambda: dict(net.named_parameters()), apart={"extras['best']": extra})
     watch.begin()
     watch.loop_begins()
     change(extra)
     watch.look()
+    watch.compare_extras({"extras['best']": extra.state_dict()})
     return [name for name in watch.beside() if name.startswith("extras")]
 
 
@@ -341,5 +337,14 @@ def test_what_an_extra_does_not_tell_of_itself_is_named(kind: str) -> None:
     assert named_of(change) == named
 
 
-def test_an_extra_that_cannot_tell_is_named_by_whoever_saves_it() -> None:
-    assert named_of(CHANGES["a number"][0], Odd) == []
+def test_where_its_state_is_not_known_nothing_is_named() -> None:
+    """As where it cannot be stored, which is told."""
+    net = nn.Linear(2, 2)
+    extra = Best(net)
+    watch = Attributes({"model": net}, lambda: dict(net.named_parameters()), apart={"extras['best']": extra})
+    watch.begin()
+    watch.loop_begins()
+    extra.waited = 5
+    watch.look()
+    watch.compare_extras({})
+    assert watch.beside() == []
