@@ -5,6 +5,8 @@ Runs nobody's code: it looks at what an object refers to.
 
 from __future__ import annotations
 
+import array
+import ctypes
 import gc
 import itertools
 import operator
@@ -34,6 +36,9 @@ _COUNTED = (list, tuple, range, dict, set, str, bytes)
 _COUNTING = (*(type(iter(kind())) for kind in _COUNTED if kind is not range), type(iter(range(0))), type(reversed([])))
 """Iterators that say how much is left, and ask nobody for it."""
 
+_CDATA: Any = ctypes.c_int.__mro__[-2]
+_PYTHONS = ("builtins", "itertools")
+
 _HIDDEN = itertools.count()
 """Differs each time, for what does not show where it is."""
 
@@ -51,11 +56,17 @@ def how_far(one: Any, depth: int = 0) -> str:
         at = repr(one)
     elif kind is itertools.cycle:
         at = next(_HIDDEN)
-    elif kind.__module__ not in ("builtins", "itertools"):
+    elif kind.__module__ not in _PYTHONS:
         return f"{kind.__qualname__} at {_given(one)}"  # torch's, over a loader
     else:
         at = ""
     return f"{kind.__qualname__}{WHICH}{at} {digest(gc.get_referents(one), depth)}"
+
+
+def is_the_loops(kind: type[Any], path: str) -> bool:
+    """Whether a loader has this iterator of a library's for itself, as Ray's has: the loop puts it to its place."""
+    root, _, key = path.partition(".")
+    return root == "loader" and "." not in key and kind.__module__ not in _PYTHONS
 
 
 def _given(one: Any) -> Any:
@@ -95,7 +106,16 @@ def of_array(values: np.ndarray[Any, Any], depth: int = 0) -> str:
     return inside if mask is None else f"{inside} {sampled(np.asarray(mask))}"
 
 
-def held_in(one: Any) -> Iterable[Any] | None:
+def which(value: Any) -> str:
+    """What tells something that cannot be stored from others of its kind in this process, or from what it was."""
+    kind = type(value)
+    if kind is array.array or issubclass(kind, _CDATA):
+        return f"{WHICH}{xxhash.xxh3_64_hexdigest(bytes(memoryview(value)))}"
+    held = _held_in(value)
+    return "" if held is None else f"{WHICH}{digest(held, 0)}"
+
+
+def _held_in(one: Any) -> Iterable[Any] | None:
     """What a queue or a weak container of Python's own holds; None for any other object."""
     kind = type(one)
     if kind in _QUEUES:

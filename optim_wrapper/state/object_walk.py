@@ -11,8 +11,6 @@ which goes further: into functions, classes, modules, and the local variables of
 from __future__ import annotations
 
 import argparse
-import array
-import ctypes
 import dis
 import enum
 import functools
@@ -27,7 +25,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-import xxhash
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
@@ -41,9 +38,10 @@ from lastwords.optim_wrapper.state.how_far import (
     WHICH,
     digest,
     has,
-    held_in,
     how_far,
+    is_the_loops,
     of_array,
+    which,
 )
 from lastwords.optim_wrapper.state.running import (
     called,
@@ -73,7 +71,6 @@ ID, DATA_PTR = "id", "data_ptr"
 _OURS = ("lastwords", "logging")
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 _SAMPLES = 16
-_CDATA: Any = ctypes.c_int.__mro__[-2]
 _SHARED = "multiprocessing.sharedctypes"
 _DEPTH_MAX = 24
 
@@ -377,10 +374,10 @@ class Walk:
         if has(kind, "fileno", "acquire"):
             return CODE
         if has(kind, "__next__"):
-            return Place("", how_far(value)) if self._values else CODE
+            return Place("", how_far(value)) if self._values and not is_the_loops(kind, path) else CODE
         if parts_of(value) is not None or is_storable(value):
             return value
-        return Place("", f"{_kind(value)}{_which(value)}")
+        return Place("", f"{_kind(value)}{which(value)}")
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         self.code.append((path, value))
@@ -476,15 +473,6 @@ class Walk:
         return (
             kind in ATOMS or issubclass(kind, np.generic | enum.Enum) or (kind is tuple and all(map(self._is_key, key)))
         )
-
-
-def _which(value: Any) -> str:
-    """What tells something that cannot be stored from others of its kind in this process, or from what it was."""
-    kind = type(value)
-    if kind is array.array or issubclass(kind, _CDATA):
-        return f"{WHICH}{xxhash.xxh3_64_hexdigest(bytes(memoryview(value)))}"
-    held = held_in(value)
-    return "" if held is None else f"{WHICH}{digest(held, 0)}"
 
 
 def variables(thread: int) -> dict[str, dict[str, Any]]:

@@ -381,6 +381,22 @@ def test_private_attributes_of_a_loader_of_ones_own_are_looked_at() -> None:
     assert ("loader", "_iterator") not in Walk({"loader": loader}, {}).cells
 
 
+def test_where_a_loader_is_in_itself_the_loop_knows() -> None:
+    """Ray's keeps the iterator over torch's loader in an attribute."""
+
+    def look(root: str, one: Any) -> list[str]:
+        watch = Attributes({root: one}, dict)
+        watch.begin()
+        next(one.it)
+        watch.look()
+        watch.document()
+        return told(watch)
+
+    assert look("loader", SimpleNamespace(it=iter(DataLoader(SEVEN)))) == []  # type: ignore[arg-type]
+    assert look("loader", SimpleNamespace(it=iter(SEVEN))) != []
+    assert look("model", SimpleNamespace(it=iter(DataLoader(SEVEN)))) != []  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("document", [
     {"generators": {"a": 5}}, {"generators": {"a": ["k", 5]}}, {"generators": [1]}, {"generators": {"a": ["k", "?"]}},
 ])  # fmt: skip
