@@ -365,7 +365,7 @@ class Walk:
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
             return Place(_kind(value), NAMED_TUPLE), *items
         for base in _SINGLE if is_users(kind) else ():
-            if issubclass(kind, base):  # it is replaced, never changed
+            if issubclass(kind, base) and not attributes_of(value):  # it is replaced, never changed
                 return Place("", f"{_kind(value)}{WHICH}{digest(base.__getnewargs__(value), 0)}")
         if is_walked(value):
             return Place(self._meet(path, value), _kind(value))

@@ -470,6 +470,11 @@ class Level(int):
     """A number with a name."""
 
 
+def named(one: Any, name: int) -> Any:
+    one.name = name
+    return one
+
+
 class Row(tuple[int, ...]):
     """A row with a name."""
 
@@ -547,6 +552,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     "iterator of one's own": (Numbers, next, lambda one: one.at),
     "ChainMap": (lambda: ChainMap({}, {}), lambda one: one.update(a=1), dict),
     "set of one's own": (Names, lambda one: one.add(1), set),
+    "a number with attributes": (lambda: named(Level(1), 0), lambda one: named(one, 5), lambda one: one.name),
     "UserDict": (UserDict, lambda one: one.update(a=1), dict),
     "scaler": (lambda: torch.amp.GradScaler("cpu"),
                lambda one: setattr(one, "_init_scale", 2.0), lambda one: one._init_scale),
