@@ -419,6 +419,7 @@ class StepRecorder:
         self.tensors.make_room()
         self.buffers.admit_late()
         self.attributes.begin()
+        self.view.begin()
         self._know_constants()
         self.watch.list_tensors()
         self._make_room()

@@ -533,10 +533,11 @@ class StateWatch:
 
     def announce_left_out(self) -> None:
         """A look at all of the optimizer's state, which costs microseconds a parameter."""
-        for reason in self._view.left_out():
-            if reason not in self._announced:
-                self._announced.add(reason)
-                _log.warning("%s: it is not saved, and a resume will not be exact", reason)
+        lost = [f"{reason}: it is not saved, and a resume will not be exact" for reason in self._view.left_out()]
+        for text in [*lost, *self._view.restructured()]:
+            if text not in self._announced:
+                self._announced.add(text)
+                _log.warning("%s", text)
 
     def mark_end(self, step: int, *, digests: bool = False) -> None:
         """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""

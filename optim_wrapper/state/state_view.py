@@ -263,6 +263,7 @@ class UnitView:
         self._lasting |= taken_out_by_ddp(self.model, self.trained)
         self.model = with_those_beside(self.model, self.refuse_strangers(), self.trained)
         self._first_forms = self._forms()
+        self._begun_with: dict[str, str] = {}
         self._known: _Known | None = None
         self._starting = True
         self.names()
@@ -366,6 +367,24 @@ class UnitView:
             parameters, buffers, aliases, tuple(absent), frozenset(volatile), taken, numbers, owners, refused,
             tuple(composite),
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """The loop begins: this is what a resume finds, before it comes to where the loop changes the model."""
+        self._begun_with.clear()
+        self._begun_with.update(_structure(self.all_names()))
+
+    def restructured(self, names: Names | None = None) -> list[str]:
+        """Why what is saved of `names` fits no model that is built as this one was when the loop began."""
+        if not self._begun_with:
+            return []
+        before, now = self._begun_with, _structure(self.all_names() if names is None or self.members else names)
+        found = [f"{name!r} is gone" for name in before if name not in now]
+        found += [f"{name!r} has come" for name in now if name not in before]
+        found += [f"{name!r} is tied differently" for name in now if before.get(name, now[name]) != now[name]]
+        if not found:
+            return []
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return [f"the loop has changed the model: parameter {found[0]}{more}; change it likewise before resume()"]
 
     def reshaped(self) -> list[str]:
         """Names of buffers that have got another form, or come, since the start: observers resize theirs, caches grow.
@@ -497,6 +516,7 @@ class UnitView:
                 *(f"{e.reason} cannot be stored" for e in names.refused.values()),
                 *taken_apart.reasons,
                 *of_sharing,
+                *self.restructured(names),
             ],
             holders=None if self.members is None else self.holders,
         )
@@ -556,6 +576,13 @@ class UnitView:
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
             trees.append(taken.dict_tree(stored[g], f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
         return trees
+
+
+def _structure(names: Names) -> dict[str, str]:
+    """Name of each parameter -> the one that it is tied to, "" if to none."""
+    return dict.fromkeys(names.parameters, "") | {
+        alias: name for alias, name in names.aliases.items() if name in names.parameters
+    }
 
 
 def _refuse_twice(tensors: Sequence[tuple[TensorSpec, torch.Tensor, str]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint import layout
@@ -603,6 +604,34 @@ def test_tied_there_and_not_here_is_refused_both_ways() -> None:
         with pytest.raises(MismatchError) as caught:
             RestorePlan(UnitView(*here), stored[0], stored[2])
         assert caught.value.different["head.weight"] == text
+
+
+def parametrized(net: nn.Module) -> None:
+    parametrize.register_parametrization(net[0], "weight", nn.Identity())  # type: ignore[index]
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "more layers": (lambda net: net.append(nn.Linear(2, 2)), "'2.weight' has come (and 1 more)"),
+    "fewer layers": (lambda net: net.pop(1), "'1.bias' is gone (and 2 more)"),
+    "untied": (lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(2, 2))), "'1.weight' is tied differently"),
+    "parametrized": (parametrized, "'0.weight' is gone (and 2 more)"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_model_that_the_loop_gives_another_structure_is_told(kind: str) -> None:
+    """A new process builds it as it was, so that resume() would refuse what was saved as exact."""
+    change, what = CHANGES[kind]
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    view = UnitView(net, torch.optim.SGD(net.parameters(), 0.1))
+    view.begin()
+    assert view.state().meta.reasons == [] == view.restructured(), "the control: as it was"
+    change(net)
+    why = f"the loop has changed the model: parameter {what}; change it likewise before resume()"
+    assert view.state().meta.reasons == [why] == view.restructured()
+    view.begin()
+    assert view.state().meta.reasons == [], "before the loop, a script may change what it likes"
 
 
 def test_json_that_names_an_absent_tensor_or_is_newer_is_a_format_error() -> None:
