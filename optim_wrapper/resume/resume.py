@@ -46,10 +46,10 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
     ForeignWeights,
     Resharding,
     Survey,
+    own_or_stand_in,
     places_of,
     reason_of,
     refuse_left_overs,
-    regions_of,
     survey,
     take_over,
 )
@@ -227,12 +227,11 @@ def _restore(
     with all_or_none(world, f"{key}/taken"):
         if moved:
             taken = take_over(checkpoint, world, key, recorder)
-            local, owner, extras_of = taken.regions, taken.source, taken.extras_of
-            reasons += [reason_of(manifest, world.size), *taken.reasons]
+            reasons.append(reason_of(manifest, world.size))
         else:
-            local, owner, lost = _local(checkpoint, world.rank)
-            reasons += lost
-            extras_of = owner
+            taken = own_or_stand_in(checkpoint, world.rank, recorder)
+        local, owner, extras_of = taken.regions, taken.source, taken.extras_of
+        reasons += taken.reasons
         order, amiss = _buckets(manifest, recorder) if surveyed is None else ([], [])
     reasons += _reasons_of(manifest)
     run = manifest.run
@@ -273,7 +272,7 @@ def _restore(
     reasons += recorder.restore_own(step_regions, _forms(manifest), _regions_of_any(manifest))
     if with_same is not None:
         reasons += recorder.watch.values.restore(_numbers_of(manifest, world.rank))
-    if owner == world.rank or (moved and owner >= 0):
+    if owner >= 0:
         of = manifest.locals[extras_of]
         at_step, at_start = (saved_in(one, str(path)) for one in (of.document, of.meta.epoch_document))
         constants = of.meta.habits.constants if owner == world.rank else {}
@@ -465,21 +464,6 @@ def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[s
     }
     in_units = {name for unit in manifest.units.values() for name in unit.meta.buffers}
     return set(wanted & of_ranks) - in_units
-
-
-def _local(checkpoint: load.Checkpoint, rank: int) -> tuple[dict[str, RegionCopy], int, list[Reason]]:
-    """Rank-local regions of `rank`; if they are lost, buffers of the lowest rank that has some, and why."""
-    manifest = checkpoint.manifest
-    entry = manifest.locals.get(rank)
-    if entry is not None and entry.tensors:
-        return regions_of(checkpoint, rank), rank, []
-    for other in sorted(manifest.locals):
-        if manifest.locals[other].tensors:
-            reason = f"its rank-local state was lost; it starts with the buffers of rank {other} and new RNG streams"
-            copies = regions_of(checkpoint, other)
-            buffers = {name: copy for name, copy in copies.items() if name.startswith("buffer/")}
-            return buffers, other, [Reason(reason, ranks=(rank,))]
-    return {}, -1, [Reason("its rank-local state was lost; it starts with new RNG streams", ranks=(rank,))]
 
 
 class _ExtraTensors:

@@ -1,9 +1,9 @@
 """Resuming in another layout or world size: what the ranks do together, and what each takes for its own.
 
-Rank-local state follows one rule. Rank r goes on with the state of saved rank r mod M, M being the saved world's size;
-if that was lost, with that of the lowest rank whose state is there. Its random streams are those of that rank where
-both are r; else they are seeded anew from those streams and r div M, so that a resume can be repeated, and ranks whose
-streams were equal have equal streams again.
+Rank-local state follows one rule, also where a rank of the same layout has lost its own with its host. Rank r goes on
+with the state of saved rank r mod M, M being the saved world's size; if that was lost, with that of the lowest rank
+whose state is there. Its random streams are those of that rank where both are r; else they are seeded anew from those
+streams and r div M, so that a resume can be repeated, and ranks whose streams were equal have equal streams again.
 
 Ranks that share one replica's work (a tensor-parallel group) must draw the same numbers, and may have belonged to
 several replicas before. Which ranks these are is nowhere written down, but the job has seeded them alike: where torch's
@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import SavedUnit, units_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import FormatError, MismatchError
+from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.launch.world import World
@@ -348,6 +349,20 @@ def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepReco
     return TakenOver(regions, taken.source, reasons, own.source)
 
 
+def own_or_stand_in(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> TakenOver:
+    """Rank-local regions where ranks hold what they held: this rank's, or else what it can go on with of another one.
+
+    Its streams are then as the script has seeded them: alike where the ranks of a tensor-parallel group have to draw
+    alike. The epoch's data is in the other rank's order, since ranks that share it out have drawn alike, and gradients
+    that the other one carried count once. MismatchError for a buffer that has another form here.
+    """
+    taken = _by_the_rule(checkpoint, rank, recorder, moved=False)
+    if taken.source in (rank, -1):
+        return taken
+    regions = {name: copy for name, copy in taken.regions.items() if not name.startswith(GRADIENT)}
+    return replace(taken, regions=buffers_by_name(checkpoint, {**regions, **recorder.rng.snapshot()}, recorder))
+
+
 def _leader(world: World, key: str, word: dict[str, str]) -> int:
     """The rank whose streams and buffers this one goes on with: itself, or the lowest of those seeded alike."""
     words = {world.rank: word}
@@ -405,15 +420,15 @@ def _torch_streams(regions: Mapping[str, RegionCopy], recorder: StepRecorder) ->
     return digest.hexdigest()
 
 
-def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder) -> TakenOver:
+def _by_the_rule(checkpoint: Checkpoint, rank: int, recorder: StepRecorder, *, moved: bool = True) -> TakenOver:
     manifest = checkpoint.manifest
     source, own = source_rank(manifest, rank), rank % manifest.world_size
     if source < 0:
         nothing = "no rank-local state was saved; it starts with new RNG streams"
         return TakenOver({}, -1, [Reason(nothing, ranks=(rank,))], -1)
     regions = on_this_device(regions_of(checkpoint, source), recorder.rng.snapshot().keys())
-    lost = f"the rank-local state of saved rank {own} was lost; it starts with the buffers of rank {source}"
-    if source != rank:
+    lost = f"the rank-local state of saved rank {own} was lost; it goes on with that of rank {source}, and new streams"
+    if source != rank and moved:
         step_regions = {name: copy for name, copy in regions.items() if not name.startswith(EPOCH_PREFIX)}
         regions = streams_of(step_regions, manifest, source, rank, recorder)
     return TakenOver(regions, source, [] if source == own else [Reason(lost, ranks=(rank,))], source)
