@@ -90,6 +90,26 @@ MAY_EXPECT_SENTENCES = (
 TEXT_SEARCHES = frozenset({"startswith", "endswith", "removeprefix", "removesuffix", "partition", "find", "index"})
 SENTENCE = re.compile(r"[a-z]+ ")
 WORDS = re.compile(r"[A-Za-z]{2,},? [a-z]{2,}")
+MAY_WAIT_FOR_A_CLOCK = {
+    "tests/integration/test_black_box_kill.py": "draws the instants of its kills",
+    "tests/integration/test_controller_shell.py": "a silence of gRPC's own keepalive, which no clock of ours counts",
+    "tests/integration/test_forks.py": "waits for its own forks",
+    "tests/integration/test_gate.py": "ranks that come late",
+    "tests/integration/test_page.py": "requests a second",
+    "tests/integration/test_pass_gate.py": "a parked thread does nothing, for a moment",
+    "tests/integration/test_pauses.py": "a process that is stopped for so long",
+    "tests/integration/test_periodic.py": "a checkpoint is due every so many seconds",
+    "tests/launcher/test_import_times.py": "an import that takes its time",
+    "tests/processor/test_departure.py": "a report of the user's that takes its time",
+    "tests/test_bench.py": "a thread that loses the processor for a moment",
+}
+"""Whose subject is time that passes in another process. The list only shrinks."""
+WORKLOADS = (
+    "browser.py", "faults.py", "guarded.py", "harness.py", "living.py", "puppet.py", "rig.py", "sabotage.py",
+    "zygote.py", "rank.py", "patience.py", "_training.py",
+)  # fmt: skip
+"""Ends of the names of scripts that take their time as a user's do, and of what starts and watches them."""
+FOR_EVER_S = 60
 UNITLESS = re.compile(r"(?:^|_)(?:timeout|deadline|interval|delay|elapsed|duration)$")
 
 
@@ -312,13 +332,40 @@ def _core_modules() -> frozenset[str]:
 
 
 def no_clock_is_waited_for_in_a_test(source: Source) -> Iterator[str]:
-    if source.path.startswith(("tests/integration/", "tests/bench/", "tests/zoo/")):
+    if source.path in (*MAY_WAIT_FOR_A_CLOCK, "tests/test_style.py") or source.path.endswith(WORKLOADS):
         return
-    if source.path == "tests/patience.py" or source.path.endswith("_training.py"):
-        return
-    for line, name in _calls(source):
-        if name in {"time.sleep", "sleep", "signal.sigtimedwait"}:
-            yield f"line {line}: {name} in a test; pass now_s, wait on an event, or until() of tests/patience.py"
+    for line, what in _waits(source):
+        yield f"line {line}: {what} in a test; pass now_s, wait on an event, or until() of tests/patience.py"
+
+
+def _waits(source: Source) -> Iterator[tuple[int, str]]:
+    """Sleeps, those of code in strings as well, but for ever; and bounds of real time."""
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and SLEEPS.fullmatch(f"{ast.unparse(node)}") and not _is_for_ever(node):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for found in re.finditer(r"\bsleep\((\d*\.?\d*)\)|sigtimedwait\(", node.value):
+                if not found.group(1) or float(found.group(1)) < FOR_EVER_S:
+                    yield node.lineno, f"{found.group()} in code"
+        elif isinstance(node, ast.Assert) and any(map(_is_bound, ast.walk(node.test))):
+            yield node.lineno, "a bound of real time"
+
+
+SLEEPS = re.compile(
+    r"((time|asyncio|anyio)\.)?sleep\((?!0\)).*|signal\.sigtimedwait\(.*|(threading\.)?Event\(\)\.wait\(.+\)"
+)
+
+
+def _is_for_ever(node: ast.Call) -> bool:
+    last = node.args[-1] if node.args else None
+    return isinstance(last, ast.Constant) and isinstance(last.value, int | float) and last.value >= FOR_EVER_S
+
+
+def _is_bound(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Compare)
+        and re.search(r"(monotonic|perf_counter|mono_s)\(\)", ast.unparse(node)) is not None
+    )
 
 
 def no_sentence_is_expected_in_a_test(source: Source) -> Iterator[str]:
@@ -424,6 +471,11 @@ def test_no_module_is_on_the_list_of_long_ones_for_nothing() -> None:
     assert set(LONGER_THAN_ALLOWED) <= long_ones, "these are short enough: take them off LONGER_THAN_ALLOWED"
 
 
+def test_no_test_may_wait_for_a_clock_for_nothing() -> None:
+    sources = {path: Source(path, (ROOT / path).read_text(encoding="utf-8")) for path in MAY_WAIT_FOR_A_CLOCK}
+    assert [path for path, source in sources.items() if not [*_waits(source)]] == []
+
+
 def test_no_test_is_on_the_list_of_those_that_expect_sentences_for_nothing() -> None:
     listed = [Source(path, (ROOT / path).read_text(encoding="utf-8")) for path in MAY_EXPECT_SENTENCES]
     needless = [source.path for source in listed if not any(_sentences(source))]
@@ -460,6 +512,14 @@ BAD = [
     (cores_import_nothing_that_acts, "processor/core.py", "from lastwords.clock import mono_s"),
     (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "import time\ntime.sleep(1)"),
     (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "import signal\nsignal.sigtimedwait((), 1)"),
+    (no_clock_is_waited_for_in_a_test, "tests/integration/test_kills.py", "import time\ntime.sleep(1)"),
+    (
+        no_clock_is_waited_for_in_a_test,
+        "tests/controller/test_core.py",
+        "import threading\nthreading.Event().wait(0.3)",
+    ),
+    (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "SCRIPT = 'import time; time.sleep(1.5)'"),
+    (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "assert time.monotonic() - began < 2.0"),
     (
         no_sentence_is_expected_in_a_test,
         "tests/controller/test_core.py",
@@ -479,7 +539,8 @@ GOOD = [
     (no_print, "cli/main.py", "print('step 3')"),
     (no_torch_outside_the_trainer_side, "checkpoint/a.py", "if TYPE_CHECKING:\n    import torch"),
     (cores_import_nothing_that_acts, "controller/core.py", "from lastwords.vocabulary import Stand"),
-    (no_clock_is_waited_for_in_a_test, "tests/integration/test_kill.py", "import time\ntime.sleep(1)"),
+    (no_clock_is_waited_for_in_a_test, "tests/integration/toy_training.py", "import time\ntime.sleep(1)"),
+    (no_clock_is_waited_for_in_a_test, "tests/controller/test_core.py", "SCRIPT = 'import time; time.sleep(600)'"),
     (no_sentence_is_expected_in_a_test, "tests/controller/test_core.py", "assert 'rank 1' in log\nassert 'is gone'"),
 ]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.patience import until
 
 DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -46,13 +47,9 @@ class Browser:
         script = "const e = document.querySelector(arguments[0]); return e && e.checkVisibility() ? e.innerText : ''"
         return str(self.run(script, selector))
 
-    def wait(self, what: Callable[[Browser], Any], why: str, limit_s: float = LIMIT_S) -> Any:
+    def wait(self, what: Callable[[Browser], Any], why: str) -> Any:
         """What `what` returns, as soon as that is true."""
-        deadline_mono_s = time.monotonic() + limit_s
-        while not (found := what(self)):
-            assert time.monotonic() < deadline_mono_s, f"{why}; the page says:\n{self.text('body')}"
-            time.sleep(0.1)
-        return found
+        return until(lambda: what(self), lambda: f"{why}; the page says:\n{self.text('body')}")
 
     def resize(self, width: int, height: int) -> None:
         """Of what the page is drawn in, even narrower than a window may be."""
@@ -76,11 +73,8 @@ def browser(folder: Path) -> Iterator[Browser]:
     with log.open("w") as file:
         driver = subprocess.Popen([DRIVER, "--port=0"], stdout=file, stderr=file)
     try:
-        deadline_mono_s = time.monotonic() + LIMIT_S
-        while "successfully on port " not in (said := log.read_text()):
-            assert time.monotonic() < deadline_mono_s, said
-            time.sleep(0.05)
-        port = said.rpartition("successfully on port ")[2].split(".")[0]
+        until(lambda: "successfully on port " in log.read_text(), log.read_text)
+        port = log.read_text().rpartition("successfully on port ")[2].split(".")[0]
         options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={folder / 'profile'}"]}
         wanted = {
             "capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}

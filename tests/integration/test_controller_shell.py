@@ -545,9 +545,7 @@ def test_thousands_of_messages_leave_the_controller_responsive(job: Job) -> None
     channel, call = raw_session(job, [batch] * 100, stay)
     for count in range(2000):
         puppets[count % 3].session.send(Status(count % 3, 1, Stand(Phase.COMPUTING, 1)))
-    began = time.monotonic()
     query_state(job.address, TOKEN)
-    assert time.monotonic() - began < 30.0
     stay.set()
     list(call)
     channel.close()
@@ -627,12 +625,8 @@ def test_a_controller_that_is_not_there_is_unavailable() -> None:
 
 
 def test_a_controller_starts_without_torch(job: Job) -> None:
-    began = time.monotonic()
-    handle = job.start()
-    took_s = time.monotonic() - began
-    maps = Path(f"/proc/{handle.pid}/maps").read_text()
+    maps = Path(f"/proc/{job.start().pid}/maps").read_text()
     assert "torch" not in maps
-    assert took_s < 30.0, "budget: 1 s on an idle machine"
 
 
 def test_a_controller_that_comes_when_nobody_waits_for_it_any_more_ends(job: Job, tmp_path: Path) -> None:
@@ -821,9 +815,8 @@ def test_a_restart_waits_for_the_publication_before_it_and_takes_over(job: Job) 
     threading.Timer(1.0, let_go.set).start()
     for puppet in puppets:
         threading.Thread(target=lambda puppet=puppet: (puppet.exit_order(), puppet.close()), daemon=True).start()
-    began = time.monotonic()
     second = job.start(generation=2)
-    assert time.monotonic() - began > 0.5
+    assert let_go.is_set(), "the first one was waited for"
     assert first.wait(0.0) == 0
     assert latest(job.spec.root) == layout.checkpoint_dir(job.spec.root, 6)
     assert second.wait(0.0) is None
@@ -840,10 +833,8 @@ def test_an_idle_controller_of_an_aborted_start_is_replaced_at_once(job: Job) ->
     starter = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
     starter.communicate()
     first = job.start(starter_pid=starter.pid)
-    began = time.monotonic()
     job.start(generation=2, starter_pid=os.getpid())
     assert first.wait(0.0) == 0
-    assert time.monotonic() - began < 30.0
 
 
 def test_a_controller_with_living_ranks_is_not_pushed_aside(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

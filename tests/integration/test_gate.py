@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.trainer.gate import Gate
 from lastwords.processor.saver import Position
 from tests.integration.forked import on_ranks
+from tests.patience import until
 from tests.shortage import no_threads
 
 pytestmark = pytest.mark.process
@@ -114,22 +114,19 @@ def test_after_a_death_nobody_passes(tmp_path: Path) -> None:
     assert set(answers) - {None} <= {"waits", "failed"}
 
 
-def _late(action: Callable[[], None]) -> Callable[[int], str]:
+def test_a_rank_that_never_comes_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         gate = _gate(timeout_s=1.5, notice_s=0.2)
         if rank == 3:
-            action()
+            until(lambda: all((tmp_path / f"failed-{other}").exists() for other in range(3)))
             return "late"
         gate.enter(5)
         with pytest.raises(GateFailedError) as caught:
             _passed(gate)
+        (tmp_path / f"failed-{rank}").touch()
         return f"says: {caught.value}"
 
-    return body
-
-
-def test_a_rank_that_never_comes_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    answers = on_ranks(_late(lambda: time.sleep(4.0)), tmp_path, together=False)
+    answers = on_ranks(body, tmp_path, together=False)
     assert answers[3] == "late"
     for said in answers[:3]:
         assert "the gate of step 5 has failed" in said

@@ -25,8 +25,7 @@ from lastwords.vocabulary import (
     Settled,
     Stand,
 )
-
-SOON_S = 10.0
+from tests.patience import LONG_S, until
 
 
 class FakeGate:
@@ -94,10 +93,7 @@ class Rank:
             self.left_with = error
 
     def wait(self, what: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + SOON_S
-        while not what():
-            assert time.monotonic() < deadline_s, f"{self.agent.stand}, {self.listener.reports}"
-            time.sleep(0.001)
+        until(what, lambda: f"{self.agent.stand}, {self.listener.reports}")
 
     def looked(self) -> None:
         """Returns once the training thread has looked at the gate again."""
@@ -162,7 +158,7 @@ def test_an_exit_takes_the_training_thread_from_the_gate(rank: Rank, monkeypatch
     rank.looked()
     rank.freeze()
     rank.agent.on_order(Exit(1, 1, ExitKind.SAVED, 1, "/c", "rank 1 died", (1,)))
-    rank.thread.join(SOON_S)
+    rank.thread.join(LONG_S)
     assert isinstance(rank.left_with, SystemExit)
     assert rank.left_with.code == 75
 

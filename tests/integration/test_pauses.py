@@ -122,9 +122,8 @@ class _Watched(ProcessorCore):
         return super().deadline_s
 
     def await_looks(self, count: int) -> None:
-        until = self.looks + count
-        while self.looks < until:
-            time.sleep(0.005)
+        enough = self.looks + count
+        until(lambda: self.looks >= enough)
 
 
 def wait_for_a_controller(own_time: bool) -> None:

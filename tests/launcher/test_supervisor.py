@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +51,7 @@ from lastwords.launcher.supervisor import Supervisor, become_supervisor
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED
 from tests import golden
 from tests.integration.harness import Port
+from tests.patience import until
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 200.0
@@ -291,12 +291,9 @@ class Job:
 
     def facts(self, generation: int) -> dict[str, Any]:
         """What the rank has found in this one, as soon as it has."""
-        deadline_mono_s = time.monotonic() + WAIT_S
-        path = self._path / str(generation)
-        while not path.exists():
-            assert time.monotonic() < deadline_mono_s
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                raise AssertionError(f"the worker has ended with {self._workers[-1].wait(0.05)}")
+        path, worker = self._path / str(generation), self._workers[-1]
+        until(lambda: path.exists() or worker.poll() is not None, "what the rank has found")
+        assert path.exists(), f"the worker has ended with {worker.poll()}"
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
