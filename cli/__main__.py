@@ -1,10 +1,20 @@
-"""`python -m lastwords.cli`, for where the command `lastwords` is not on the path."""
+"""The command `lastwords`, and `python -m lastwords.cli` for where it is not on the path."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
-from lastwords.cli.main import main
+
+def main() -> int:
+    """Its exit code. Ctrl-C ends it in one line of a shell's, whatever it is doing, its imports included."""
+    try:
+        from lastwords.cli.main import main as command
+
+        return command()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
 
 if __name__ == "__main__":
     sys.exit(main())

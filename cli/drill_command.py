@@ -86,8 +86,6 @@ def run(argv: Sequence[str]) -> int:
         print(f"lastwords drill: {error}", file=sys.stderr)
         kept = folder  # its output is needed
         return COMMAND_FAILED
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     else:
         if arguments.record is not None:
             drill_record.write(arguments.record, report.to_record())

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,10 +181,7 @@ def _in_cluster(role: str, argv: Sequence[str]) -> int:
     assert cluster is not None
     if role != SCHEDULER:
         return supervise(cluster, argv)
-    try:
-        return schedule(cluster)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return schedule(cluster)
 
 
 def _seconds(text: str) -> float:
