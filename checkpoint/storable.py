@@ -13,8 +13,11 @@ import datetime
 import json
 import math
 import struct
+import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -98,6 +101,25 @@ def _read_moment(kind: Any, encoded: Any) -> Any:
     return kind.fromisoformat(text).replace(fold=fold, tzinfo=tzinfo)
 
 
+def _read_decimal(text: Any) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation as error:
+        raise ValueError(text) from error
+
+
+def _read_fraction(parts: Any) -> Fraction:
+    over, under = (_must_be(int, part) for part in parts)
+    if under < 1:
+        raise ValueError(parts)
+    return Fraction(over, under)
+
+
+def _read_slice(parts: Any) -> slice:
+    start, stop, step = parts
+    return slice(start, stop, step)
+
+
 NUMPY_KINDS = frozenset("biufcmM")
 """numpy's kinds of elements that are nothing but bytes: numbers, truth values, dates and spans of time."""
 
@@ -113,6 +135,10 @@ _FORMS: dict[type[Any], _TypeForm] = {
         lambda value: [value.days, value.seconds, value.microseconds],
         lambda parts: datetime.timedelta(*parts),
     ),
+    Decimal: _TypeForm("~decimal", str, _read_decimal, str),
+    Fraction: _TypeForm("~fraction", lambda value: [value.numerator, value.denominator], _read_fraction),
+    slice: _TypeForm("~slice", lambda value: [value.start, value.stop, value.step], _read_slice),
+    uuid.UUID: _TypeForm("~uuid", lambda value: value.hex, uuid.UUID, str),
     deque: _TypeForm("~deque", lambda value: [*value, value.maxlen], lambda parts: deque(parts[:-1], parts[-1])),
     defaultdict: _TypeForm(
         "~defaultdict",

@@ -7,6 +7,7 @@ import math
 import struct
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -36,6 +37,9 @@ RARE = st.one_of(
     st.builds(range, st.integers(), st.integers(), st.integers(1)),
     st.dates(),
     st.timedeltas(),
+    st.decimals(allow_nan=False),
+    st.fractions(),
+    st.uuids(),
     st.datetimes(timezones=ZONES),
     st.times(timezones=ZONES),
     st.sampled_from([Path("a/b"), Path("/"), PurePosixPath("x"), PureWindowsPath("c:\\y"), Path("\udcff")]),
@@ -59,6 +63,7 @@ VALUES = st.recursive(
             st.dictionaries(KEYS, inner, max_size=2),
         )
         | st.binary().map(bytearray)
+        | st.slices(9)
     ),
     max_leaves=12,
 )
@@ -86,11 +91,12 @@ def same(one: Any, other: Any) -> bool:
         return same((one.real, one.imag), (other.real, other.imag))
     if isinstance(one, datetime.datetime | datetime.time):
         return (str(one), one.tzname(), one.fold) == (str(other), other.tzname(), other.fold)
-    return bool(one == other)
+    return str(one) == str(other) if isinstance(one, Decimal) else bool(one == other)
 
 
 @given(VALUES)
 @example(np.str_("a\0"))
+@example(Decimal("-sNaN7"))
 def test_every_storable_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
     text = json.dumps(pack(value), allow_nan=False)
     assert same(unpack(json.loads(text)), value)
@@ -213,6 +219,12 @@ def test_forged_values_are_refused(value: Any) -> None:
         {"~deque": {"~range": [0, 5, 1]}},
         {"~complex": {"~range": [0, 2, 1]}},
         {"~timedelta": {"~range": [0, 3, 1]}},
+        {"~decimal": "1.0.0"},
+        {"~decimal": 3},
+        {"~fraction": [1, 0]},
+        {"~fraction": [1.0, 2]},
+        {"~slice": [1, 2]},
+        {"~uuid": "00"},
         {"~range": {"~range": [0, 3, 1]}},
     ],
     ids=str,

@@ -11,9 +11,12 @@ import itertools
 import multiprocessing
 import queue
 import threading
+import uuid
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -553,6 +556,10 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     "ChainMap": (lambda: ChainMap({}, {}), lambda one: one.update(a=1), dict),
     "set of one's own": (Names, lambda one: one.add(1), set),
     "a number with attributes": (lambda: named(Level(1), 0), lambda one: named(one, 5), lambda one: one.name),
+    "exact numbers": (lambda: [Decimal("1.0"), Fraction(1)],
+                      lambda one: one.__setitem__(slice(None), [Decimal("1.90"), Fraction(9, 10)]), repr),
+    "slices and ids": (lambda: [slice(0, 2), uuid.UUID(int=0)],
+                       lambda one: one.__setitem__(slice(None), [slice(1, None, 3), uuid.UUID(int=7)]), repr),
     "UserDict": (UserDict, lambda one: one.update(a=1), dict),
     "scaler": (lambda: torch.amp.GradScaler("cpu"),
                lambda one: setattr(one, "_init_scale", 2.0), lambda one: one._init_scale),
