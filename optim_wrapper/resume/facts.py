@@ -27,9 +27,7 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
         threads=torch.get_num_threads(),
         machine=platform.machine(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        default_dtype=str(torch.get_default_dtype()),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        matmul_precision=torch.get_float32_matmul_precision(),
+        **settings(),
         compiled=is_compiled(model),
         ddp=ddp_options(model),
         optimizer=optimizer_options(optimizer),
@@ -37,6 +35,15 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
         accelerator=_accelerator(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
+
+
+def settings() -> dict[str, Any]:
+    """What the loop may set anew at any time, for the whole process. Any thread."""
+    return {
+        "default_dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def _accelerator() -> str | None:

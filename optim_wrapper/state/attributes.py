@@ -58,6 +58,7 @@ from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.tensors.tensor_tree import into, is_composite, leaves_of, out_of, put_together, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
+from lastwords.processor.recurrence import some
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of
 
@@ -553,7 +554,7 @@ def differing(one: bytes, other: bytes) -> str:
     every = [(path, key) for path, keys in after.items() for key in keys]
     names = [f"{path}.{key}" for path, key in every if before.get(path, {}).get(key) != after[path][key]]
     states = was.get("generators", {})
-    return ", ".join(names + [name for name, one in now.get("generators", {}).items() if states.get(name) != one])
+    return some(names + [name for name, one in now.get("generators", {}).items() if states.get(name) != one])
 
 
 def names_in(attributes: Any) -> set[str]:

@@ -242,7 +242,7 @@ class _Everything(Beyond):
         passing: Collection[str] = ()
         for frame in self.frames:
             if frame.f_code.co_name == "<module>" and frame.f_globals is names:
-                passing = passing_in(frame.f_code, frame.f_lasti)
+                passing = passing_in(frame.f_code, frame.f_lasti, self._begun_at.get(frame.f_code))
         super()._names(place, {name: one for name, one in names.items() if name not in passing} if passing else names)
 
     def _hold(self, place: str, key: str, value: Any, path: str, depth: int = 0) -> None:
@@ -302,10 +302,15 @@ def carried_by(code: types.CodeType, at: int, begun_at: int | None = None) -> fr
 
 
 @functools.lru_cache(maxsize=64)
-def passing_in(code: types.CodeType, at: int) -> frozenset[str]:
-    """Names that a module's loop around this instruction writes, and no round reads of another one."""
+def passing_in(code: types.CodeType, at: int, begun_at: int | None = None) -> frozenset[str]:
+    """Names that a module's loop around this instruction writes, and no round reads of another one.
+
+    begun_at: where the loop began, if it has been left, as by an exception.
+    """
     flow = _Flow(code)
     around = flow.loops_around(flow.number_at(at))
+    if not around and begun_at is not None:
+        around = flow.loops_around(flow.number_at(begun_at))
     if not around:
         return _NONE
     to, end = max(around)

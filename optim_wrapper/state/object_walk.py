@@ -586,7 +586,7 @@ class Beyond(Walk):
     def _of_class(self, kind: type[Any]) -> None:
         """Attributes of a class of the user's, and of its bases."""
         for owner in kind.__mro__:
-            if id(owner) in self._paths or not is_users(owner):
+            if id(owner) in self._paths or not is_users(owner) or issubclass(owner, enum.Enum):
                 continue
             self._paths[id(owner)] = ""
             at, place = self._at, f"{owner.__module__}.{owner.__qualname__}"

@@ -263,14 +263,18 @@ def test_inside_a_loop_of_the_step_only_that_counts_which_the_steps_carry_on() -
 
 def test_in_a_script_s_own_loop_what_passes_is_not_named() -> None:
     loop = "for step in range(3):\n    loss = step\n    best = max(best, loss)\n    mark = here()\n"
-    source = f"best = kept = 0\n{loop}print(best)\n"
+    source = f"best = kept = 0\n{loop}print(best)\nhere()\n"
     found: list[frozenset[str]] = []
+    begun: list[int] = []
 
     def here() -> None:
         frame = sys._getframe(1)
-        found.append(passing_in(frame.f_code, frame.f_lasti))
+        begun.append(frame.f_lasti)
+        found.append(passing_in(frame.f_code, frame.f_lasti, begun[0]))
+        assert len(begun) < 4 or passing_in(frame.f_code, frame.f_lasti) == set(), "the control: it has been left"
 
     exec(compile(source, "script.py", "exec"), {"here": here, "print": str, "__name__": "__main__"})
+    assert len(begun) == 4
     assert {*found} == {frozenset({"step", "loss", "mark"})}
 
 
