@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lastwords.core_events import Tick
@@ -345,7 +345,8 @@ class LauncherCore:
     """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
     _guarded: bool = False
     """A controller has looked after a rank, in this generation or an earlier one."""
-    _step: int = 0
+    _saved: Mapping[int, int] = field(default_factory=dict)
+    """Number of a loop of the script's -> the newest step of it that is saved."""
     _crashes: CrashLoop = field(default_factory=CrashLoop)
     _leaving: bool = False
     """A rank has left since the generation was over."""
@@ -368,9 +369,14 @@ class LauncherCore:
 
         Its ranks count as guarded until they say otherwise: one that is ended from here would leave without saving.
         """
-        self.entry, self._step, self._healing, self._guarded = entry, step, False, True
+        self.entry, self._saved, self._healing, self._guarded = entry, {1: step}, False, True
         for rank in self.world:
             self._is_inside(rank, begun=True, loops=1)
+
+    @property
+    def _step(self) -> int:
+        """Where the script's first loop has to go on. One that comes later may have another directory."""
+        return self._saved.get(1, 0)
 
     def place(self, rank: int) -> RankPlace:
         """Where this rank's process is."""
@@ -438,7 +444,7 @@ class LauncherCore:
             return self._stop(f"a process has ended after its training loop was over{last}")
         if not self._ranks.are_all(RankPlace.READY):
             return self._end_those_left_out(now_s)
-        if (why := self._crashes.judge(self.entry, self._step)) is not None:
+        if (why := self._crashes.judge(self.entry, max(self._saved.values(), default=0))) is not None:
             return self._stop(why)
         return self._keep() if self.keeps else self._enter()
 
@@ -496,7 +502,7 @@ class LauncherCore:
         one = self._ranks[event.rank]
         one.loops, one.begun, one.lacks = one.loop, True, event.lacks
         self._ranks.loop_begins(event.rank)
-        self._progress(event.step)
+        self._progress(one.loop, event.step)
         return []
 
     def _is_guarded(self, rank: int) -> None:
@@ -523,16 +529,16 @@ class LauncherCore:
             return []
         effects = [] if self._healing else self._over(event.rank, now_s)
         self._guarded = one.left = True
-        self._progress(event.step)
+        self._progress(one.loop, event.step)
         if not (self._leaving or event.alone):
             self._leaving = True
             self._ranks.others_leave(now_s)
         return effects
 
-    def _progress(self, step: int) -> None:
-        """A checkpoint of this step exists, of whatever kind: no crash loop."""
-        if step > self._step:
-            self._step = step
+    def _progress(self, loop: int, step: int) -> None:
+        """A checkpoint of this step of a loop exists, of whatever kind: no crash loop."""
+        if step > self._saved.get(loop, 0):
+            self._saved = {**self._saved, loop: step}
             self._crashes.progressed()
 
     # ------------------------------------------------------------------ how processes end

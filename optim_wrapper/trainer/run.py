@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_cou
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.data_digest import data_digest
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.resume.facts import settings
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues
 from lastwords.optim_wrapper.state.running import program_files
@@ -64,6 +66,10 @@ COUNTS_ITSELF = (
 )
 
 OF_A_STRANGER = "saved by --auto, which does not know where the loop stood in its data, nor what it kept in variables"
+
+
+_ended_in: set[str] = set()
+"""Checkpoint directories in which a loop of this process has come to its end."""
 
 
 class Run:
@@ -307,6 +313,12 @@ class ProtectedRun(Run):
         self._verify_every = recorder.watch.verify_every = options.verify_every
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
         self._excepthook = ExceptHook(self.fail)
+        self._root = os.path.realpath(config.ckpt_save_path)
+        if self._root in _ended_in:
+            raise ConfigError(
+                f"this process has already trained with the checkpoint directory {config.ckpt_save_path}, and after a "
+                "failure one loop would go on from the other one's checkpoint; give each a directory of its own"
+            )
         shared = self._layout.shared(config.shared_from_mb)
         self.protection = Protection(config, world, self._make_source, self._layout.units.names, shared)
         self.protection.start(settings_of(config, options, len(optimizers), world.size), self._layout.checkpoint_bytes)
@@ -356,7 +368,9 @@ class ProtectedRun(Run):
         if self.start_step >= saved:
             return
         again = f"all ranks were started again after a failure, and step {saved} is saved, but "
-        shared = "the checkpoint directory has to be on a file system that all hosts share"
+        shared = (
+            "the checkpoint directory has to be the same in every start, and on a file system that all hosts share"
+        )
         if self.protection.newest_step() < saved:
             raise ConfigError(
                 f"{again}its checkpoint cannot be read on host {socket.gethostname()}, so the training loop would "
@@ -437,6 +451,8 @@ class ProtectedRun(Run):
         try:
             self._step.end_if_updated()
             self.protection.agent.left()
+            if self.protection.agent.stand.ended_step > 0:
+                _ended_in.add(self._root)
         finally:
             self.close()
         if (launcher := reporter()) is not None and not self.protection.leaving:
@@ -485,4 +501,5 @@ class ProtectedRun(Run):
         data = None if self.steps is None else self.steps.facts(self.world.size)
         buckets = self.buckets.record(step) if self.recorder.units.pure else None
         beside, forgotten = self.recorder.attributes.beside() or None, self.recorder.ledger.forgotten or None
-        return replace(self.facts, data=data, buckets=buckets, forgotten=forgotten, beside=beside).to_json()
+        now = replace(self.facts, **settings())  # the loop may have set others, which a new process has not
+        return replace(now, data=data, buckets=buckets, forgotten=forgotten, beside=beside).to_json()

@@ -105,7 +105,7 @@ class World:
         core = self.core
         known = (
             core.entry,
-            core._step,
+            tuple(sorted(core._saved.items())),
             core._ranks.guarded,
             core._ranks.begun,
             core._ranks.over,

@@ -102,7 +102,15 @@ class World:
         known = core and (
             (core._ranks.guarded, core._ranks.begun, core._ranks.over, core._ranks.earliest_s),
             (*map(values, core._ranks.ranks.values()),),
-            (core.entry, core._step, core._guarded, core._healing, core._leaving, core._left_out, core.stopped),
+            (
+                core.entry,
+                tuple(core._saved.items()),
+                core._guarded,
+                core._healing,
+                core._leaving,
+                core._left_out,
+                core.stopped,
+            ),
             repr(core._crashes),
             core._keep_due_s is None,
         )
