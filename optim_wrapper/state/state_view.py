@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from lastwords.checkpoint.format import TensorSpec
@@ -133,7 +134,7 @@ class Listing:
         return [frozenset(non_persistent(module)) for module in self._modules]
 
 
-_COMPILED = "_orig_mod."
+_COMPILED, _TORCHS = "_orig_mod.", "torch."
 _NOTHING: Mapping[Any, Any] = {}
 
 AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
@@ -380,7 +381,12 @@ class UnitView:
         before, now = self._begun_with, _structure(self.all_names() if names is None or self.members else names)
         found = [f"{name!r} is gone" for name in before if name not in now]
         found += [f"{name!r} has come" for name in now if name not in before]
-        found += [f"{name!r} is tied differently" for name in now if before.get(name, now[name]) != now[name]]
+        for name, form in now.items():
+            if form != (was := before.get(name, form)) and form and was:
+                found.append(
+                    f"{name!r} is "
+                    + (f"now {form}" if was.startswith(_TORCHS) and form.startswith(_TORCHS) else "tied otherwise")
+                )
         if not found:
             return []
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -579,10 +585,10 @@ class UnitView:
 
 
 def _structure(names: Names) -> dict[str, str]:
-    """Name of each parameter -> the one that it is tied to, "" if to none."""
-    return dict.fromkeys(names.parameters, "") | {
-        alias: name for alias, name in names.aliases.items() if name in names.parameters
-    }
+    """Name of each parameter -> the one that it is tied to, or else its form, which the first forward pass may make."""
+    parameters = names.parameters.items()
+    forms = {name: "" if is_lazy(one) else f"{one.dtype} {tuple(one.shape)}" for name, one in parameters}
+    return forms | {alias: name for alias, name in names.aliases.items() if name in forms}
 
 
 def _refuse_twice(tensors: Sequence[tuple[TensorSpec, torch.Tensor, str]]) -> None:

@@ -368,9 +368,7 @@ class ProtectedRun(Run):
         if self.start_step >= saved:
             return
         again = f"all ranks were started again after a failure, and step {saved} is saved, but "
-        shared = (
-            "the checkpoint directory has to be the same in every start, and on a file system that all hosts share"
-        )
+        shared = "the checkpoint directory has to be the same in every start, and on a file system that all hosts share"
         if self.protection.newest_step() < saved:
             raise ConfigError(
                 f"{again}its checkpoint cannot be read on host {socket.gethostname()}, so the training loop would "

@@ -613,7 +613,8 @@ def parametrized(net: nn.Module) -> None:
 CHANGES: dict[str, tuple[Any, str]] = {
     "more layers": (lambda net: net.append(nn.Linear(2, 2)), "'2.weight' has come (and 1 more)"),
     "fewer layers": (lambda net: net.pop(1), "'1.bias' is gone (and 2 more)"),
-    "untied": (lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(2, 2))), "'1.weight' is tied differently"),
+    "untied": (lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(2, 2))), "'1.weight' is tied otherwise"),
+    "another dtype": (lambda net: net.bfloat16(), "'0.weight' is now torch.bfloat16 (2, 2) (and 2 more)"),
     "parametrized": (parametrized, "'0.weight' is gone (and 2 more)"),
 }
 
