@@ -43,7 +43,7 @@ train(second, port)
 try:
     train(first, port)
 except lastwords.ConfigError as error:
-    print(error)
+    print(type(error).__name__)
 """
 
 
@@ -54,7 +54,7 @@ def test_a_second_loop_in_the_directory_of_one_that_has_ended_is_refused(tmp_pat
         command, capture_output=True, text=True, check=False, timeout=300, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr
-    assert "a directory of its own" in done.stdout
+    assert done.stdout.split() == ["ConfigError"]
     path = load.latest(tmp_path / "b")
     assert path is not None, done.stderr
     with load.open_checkpoint(path) as saved:
