@@ -176,7 +176,9 @@ def suspects_of(reference: Run, run: Run, step: int, unsteady: _Names) -> tuple[
             continue
         changed = {*differing(reference[rank].begin.leaves, saved.leaves, BESIDE)}
         for kind, name in differing(saved.leaves, life.begin.leaves, BESIDE, unsteady):
-            there = name in saved.leaves.get(kind, {}) and name in life.begin.leaves.get(kind, {})
+            # What the loop has made is missed where there is something of the same object, or function, already.
+            holders = {known.rpartition(".")[0] for known in life.begin.leaves.get(kind, {})}
+            there = name in saved.leaves.get(kind, {}) and name.rpartition(".")[0] in holders
             if there and (kind, name) in changed and not name.startswith("loader."):
                 found[name] = None
     return tuple(found)[:SUSPECTS_MAX]

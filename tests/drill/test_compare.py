@@ -94,6 +94,17 @@ def test_a_variable_that_the_loop_had_changed_and_that_is_not_back_is_suspected(
     assert not judge(DRILL, with_scale(reference()), lives, {("variable", "scale")}, LAST).suspects
 
 
+@pytest.mark.parametrize(("there", "named"), [("main() of t.loop.epochs", True), ("train() of t.loop.epochs", False)])
+def test_what_the_loop_has_made_is_suspected_where_its_object_is_there(there: str, named: bool) -> None:
+    made = "main() of t.loop.count"
+    whole = reference()
+    for one in whole.values():
+        for number, step in one.steps.items():
+            step.leaves["variable"] = {there: "4", made: str(number)}
+    lives = killed(at=leaves(4, variable={there: "4"}), changed={5: leaves(5, parameter={"w": "x"})})
+    assert judge(DRILL, whole, lives, frozenset(), LAST).suspects == ((made,) if named else ())
+
+
 def test_a_run_that_differs_before_the_kill_proves_nothing() -> None:
     lives = killed()
     lives[0][0].steps[2].leaves["parameter"]["w"] = "x"
