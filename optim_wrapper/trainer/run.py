@@ -68,8 +68,8 @@ COUNTS_ITSELF = (
 OF_A_STRANGER = "saved by --auto, which does not know where the loop stood in its data, nor what it kept in variables"
 
 
-_ended_in: set[str] = set()
-"""Checkpoint directories in which a loop of this process has come to its end."""
+_ended_in: dict[str, int] = {}
+"""Checkpoint directory -> the step with which a loop of this process has come to its end there."""
 
 
 class Run:
@@ -314,11 +314,6 @@ class ProtectedRun(Run):
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
         self._excepthook = ExceptHook(self.fail)
         self._root = os.path.realpath(config.ckpt_save_path)
-        if self._root in _ended_in:
-            raise ConfigError(
-                f"this process has already trained with the checkpoint directory {config.ckpt_save_path}, and after a "
-                "failure one loop would go on from the other one's checkpoint; give each a directory of its own"
-            )
         shared = self._layout.shared(config.shared_from_mb)
         self.protection = Protection(config, world, self._make_source, self._layout.units.names, shared)
         self.protection.start(settings_of(config, options, len(optimizers), world.size), self._layout.checkpoint_bytes)
@@ -380,6 +375,12 @@ class ProtectedRun(Run):
         )
 
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
+        if self.start_step < (ended := _ended_in.get(self._root, 0)):
+            raise ConfigError(
+                f"this process has trained to step {ended} with the checkpoint directory {self._root}, and another "
+                f"loop begins there after step {self.start_step}: after a failure one would go on from the other one's "
+                "checkpoint; give each a directory of its own"
+            )
         self.recorder.attributes.loop_begins()
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
@@ -449,8 +450,7 @@ class ProtectedRun(Run):
         try:
             self._step.end_if_updated()
             self.protection.agent.left()
-            if self.protection.agent.stand.ended_step > 0:
-                _ended_in.add(self._root)
+            _ended_in[self._root] = self.protection.agent.stand.ended_step
         finally:
             self.close()
         if (launcher := reporter()) is not None and not self.protection.leaving:
