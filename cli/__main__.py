@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> int:
-    """Its exit code. Ctrl-C ends it in one line of a shell's, whatever it is doing, its imports included."""
+    """Its exit code. Ctrl-C ends it without a traceback, while it imports as well."""
     try:
         from lastwords.cli.main import main as command
 
