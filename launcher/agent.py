@@ -64,6 +64,8 @@ class HealingAgent(LocalElasticAgent):
         self._rounds = 0
         self.failure = ""
         """Why nothing is healed any more."""
+        self.saved = False
+        """As of that `Stop`."""
         self.left: HowLeft | None = None
         """How the ranks of this host have ended, once all of them have because the launcher wanted it."""
 
@@ -103,7 +105,7 @@ class HealingAgent(LocalElasticAgent):
                 state=WorkerState.SUCCEEDED, return_values={one.global_rank: None for one in worker_group.workers}
             )
         _log.error("lastwords run: nothing is healed any more: %s", result.failure)
-        self.failure = result.failure
+        self.failure, self.saved = result.failure, result.saved
         if result.lasting:
             self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED, failures=self._round.failures(worker_group))

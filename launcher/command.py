@@ -38,7 +38,7 @@ from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.host import HowLeft, Program
 from lastwords.launcher.recovery import ending
 from lastwords.optim_wrapper.launch.reporter import AUTO, peer
-from lastwords.processor.departure import say
+from lastwords.processor.departure import EXIT_SAVED, say
 from lastwords.processor.signals import UNHANDLED_STOPS
 
 # One launcher for a job on a host: what a second one would do to the checkpoints of the first is found out here.
@@ -194,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> None:
     """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit: 1 where the job has failed, 75 or
-    76 where a signal has ended it.
+    76 where a signal has ended it, 75 where it is saved and the script lacks what would load that.
 
     The last line then says why; torch's report is before it.
     """
@@ -342,9 +342,9 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], progra
     handler.shutdown()
     if result.is_failed():
         last_line = f"lastwords run: {agent.failure}"
-        if not result.failures:  # on this host
+        if agent.saved or not result.failures:  # on this host
             say(last_line)
-            raise SystemExit(1)
+            raise SystemExit(EXIT_SAVED if agent.saved else 1)
         failed = ChildFailedError(name=command, failures=result.failures)
         failed.add_note(last_line)
         raise failed

@@ -95,6 +95,8 @@ class CrashLoop:
     of another."""
     useless: str = ""
     """Why another generation would be none."""
+    lasting: bool = False
+    """No start by a launcher would be another one."""
 
     @property
     def last(self) -> str:
@@ -118,9 +120,9 @@ class CrashLoop:
             self.blamed = event
         self.raised[event.rank] = NUMBERS.sub("#", event.raised)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, *, lasting: bool) -> None:
         """Another generation would not go on from this one; all ranks may end as after any failure."""
-        self.useless = self.useless or why
+        self.useless, self.lasting = self.useless or why, self.lasting or lasting
 
     def judge(self, entry: int, step: int) -> str | None:
         """Why it is of no use to go on with `entry` from `step`; None as long as it may be.
@@ -207,6 +209,7 @@ class Rank:
     """How many have begun: a script may have several in turn."""
     lacks: str = ""
     """What it has to do that has not called `resume()` before its loop began."""
+    saved_only: bool = False
     left: bool = False
     """Its controller has told it to end, after an incident; that may be one of its own exception."""
     told: bool = False
@@ -444,9 +447,13 @@ class LauncherCore:
             return self._stop(f"a process has ended after its training loop was over{last}")
         if not self._ranks.are_all(RankPlace.READY):
             return self._end_those_left_out(now_s)
-        if (why := self._crashes.judge(self.entry, max(self._saved.values(), default=0))) is not None:
+        saved = max(self._saved.values(), default=0)
+        if (why := self._crashes.judge(self.entry, saved)) is None:
+            return self._keep() if self.keeps else self._enter()
+        if not (self._crashes.lasting and saved):
             return self._stop(why)
-        return self._keep() if self.keeps else self._enter()
+        again = f"step {saved} was saved; with that done, start the job again to go on from there"
+        return self._stop(f"{why}\n{again}", saved=True)
 
     def _enter(self) -> list[Effect]:
         self._healing = self._leaving = self._left_out = False
@@ -500,7 +507,7 @@ class LauncherCore:
     def _begun(self, event: Begun) -> list[Effect]:
         self._is_guarded(event.rank)
         one = self._ranks[event.rank]
-        one.loops, one.begun, one.lacks = one.loop, True, event.lacks
+        one.loops, one.begun, one.lacks, one.saved_only = one.loop, True, event.lacks, event.saved_only
         self._ranks.loop_begins(event.rank)
         self._progress(one.loop, event.step)
         return []
@@ -565,7 +572,8 @@ class LauncherCore:
         if one.lacks:
             self._crashes.give_up(
                 f"rank {rank}: {event.words}, and its training loop began without tft.resume(missing_ok=True), so it "
-                f"would begin anew: {one.lacks}"
+                f"would begin anew: {one.lacks}",
+                lasting=one.saved_only,
             )
         return effects + self._go_on(now_s)
 
@@ -649,6 +657,6 @@ class LauncherCore:
         self._ranks.due(one, min(one.due_s, now_s + LEAVE_S), told_s=now_s)
         return []
 
-    def _stop(self, failure: str | None) -> list[Effect]:
+    def _stop(self, failure: str | None, *, saved: bool = False) -> list[Effect]:
         self.stopped = True
-        return [Stop(failure)]
+        return [Stop(failure, lasting=saved, saved=saved)]

@@ -52,7 +52,7 @@ class Begun:
 
     inexact: why it may differ from one that was never interrupted; "" where nothing is known. lacks: what a
     script has to do that has not called `resume()` before it; "" where it has. imports: modules that the script has
-    imported meanwhile, and seconds; those that took longest.
+    imported meanwhile, and seconds; those that took longest. saved_only: it cannot call that, as it is.
     """
 
     rank: int
@@ -60,6 +60,7 @@ class Begun:
     inexact: str = ""
     lacks: str = ""
     imports: tuple[tuple[str, float], ...] = ()
+    saved_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +206,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nothing is healed any more. failure: why; None where all ranks have ended well. lasting: as of `Ended`."""
+    """Nothing is healed any more. failure: why; None where all ranks have ended well. lasting: as of `Ended`.
+
+    saved: it is the script that could not go on from what is.
+    """
 
     failure: str | None
     lasting: bool = False
+    saved: bool = False
 
 
 Effect = Keep | Enter | End | Kill | Awaited | Look | Stop

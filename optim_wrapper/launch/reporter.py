@@ -20,7 +20,7 @@ from typing import Any
 from lastwords.errors import ConfigError
 from lastwords.processor.departure import say
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"
@@ -75,10 +75,11 @@ class Reporter:
         """The training loop is about to begin. files: paths of what the program consists of."""
         self._say("Loaded", files=[*files])
 
-    def begun(self, step: int, inexact: str, *, lacks: str) -> None:
-        """The training loop begins after `step`. inexact, lacks: as of the launcher's `Begun`."""
+    def begun(self, step: int, inexact: str, *, lacks: str, saved_only: bool = False) -> None:
+        """The training loop begins after `step`. The others: as of the launcher's `Begun`."""
         self.goes_on_at = 0
-        self._say("Begun", step=step, inexact=inexact, lacks=lacks, imports=[*self._imports().items()])
+        imports = [*self._imports().items()]
+        self._say("Begun", step=step, inexact=inexact, lacks=lacks, saved_only=saved_only, imports=imports)
 
     def updated(self) -> None:
         """Its first step is over."""

@@ -87,6 +87,7 @@ class Run:
         """The script has called `resume()`, or asked whether it should."""
         self.lacks = "call that before the loop, every time"
         """What a script has to do that has not."""
+        self._saved_only = False
         self._reasons: tuple[Reason, ...] = ()
         """Why a resume is not exact, as far as was known after `resume()`."""
         self._missing: list[str] = []
@@ -177,7 +178,7 @@ class Run:
 
     def save_only(self, lacks: str) -> None:
         """Who calls the loop's steps does not know the loop. lacks: as of the launcher's `Begun`."""
-        self.lacks = lacks
+        self.lacks, self._saved_only = lacks, True
         self.recorder.ledger.tell(OF_A_STRANGER)
 
     def ensure_begun(self) -> None:
@@ -391,7 +392,8 @@ class ProtectedRun(Run):
             since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]
             inexact = "" if self.resumed is None else first_of([*self.resumed.reasons, *since])
             launcher.loaded(program_files())
-            launcher.begun(self.start_step, inexact, lacks="" if self.resumes else self.lacks)
+            lacks = "" if self.resumes else self.lacks
+            launcher.begun(self.start_step, inexact, lacks=lacks, saved_only=self._saved_only)
 
     def _spoil(self, why: str) -> None:
         """The step under way should not have been: no rank's state of it is saved, so wait for the others' word."""

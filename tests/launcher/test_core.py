@@ -340,6 +340,17 @@ def test_a_loop_that_does_not_resume_is_not_begun_again() -> None:
     golden.says(failure_of(leave(core, 0, step=7)))
 
 
+@pytest.mark.parametrize("step", [7, 0], ids=["saved", "not saved"])
+def test_a_loop_that_no_start_resumes_is_not_begun_by_torchs_agents_either_once_it_is_saved(step: int) -> None:
+    core = started(2)
+    effects_of(core, *(one for rank in (0, 1) for one in (Guarded(rank), Begun(rank, lacks="that", saved_only=True))))
+    assert effects_of(core, Ended(1, KILLED)) == []
+    (stop,) = leave(core, 0, step=step)
+    assert isinstance(stop, Stop)
+    assert (stop.saved, stop.lasting) == (step == 7, step == 7)
+    golden.says(str(stop.failure))
+
+
 @pytest.mark.parametrize("over_first", [True, False])
 def test_who_dies_between_the_end_of_all_loops_and_saying_so_makes_nobody_train_again(over_first: bool) -> None:
     core = training(2)

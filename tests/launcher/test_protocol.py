@@ -64,7 +64,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (6, "421edaadcded88b1")
+FORM = (7, "13b329366eae7b32")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -165,6 +165,7 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.guarded(None), Guarded(RANK)),
     (lambda one: one.loaded(["/train.py"]), Loaded(["/train.py"])),
     (lambda one: one.begun(7, "late", lacks="it"), Begun(RANK, 7, "late", lacks="it")),
+    (lambda one: one.begun(0, "", lacks="it", saved_only=True), Begun(RANK, lacks="it", saved_only=True)),
     (lambda one: one.updated(), Updated(RANK)),
     (lambda one: one.over(), Over(RANK)),
     (lambda one: one.left(7, Path("/logs"), 8), Leaving(RANK, 7, "/logs", 8)),
@@ -306,8 +307,8 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
         {},
         {"kind": "Lost", "why": ""},
         {"kind": ["Begun"]},
-        {"kind": "Begun", "step": "x", "inexact": "", "lacks": "", "imports": []},
-        {"kind": "Begun", "step": 0, "inexact": "", "imports": []},
+        {"kind": "Begun", "step": "x", "inexact": "", "lacks": "", "imports": [], "saved_only": False},
+        {"kind": "Begun", "step": 0, "inexact": "", "imports": [], "saved_only": False},
         {"kind": "Enter", "generation": 1, "port": 1},
         {"kind": "x" * 1000},
     ],

@@ -155,7 +155,7 @@ class Told(reporter.Reporter):
 
     begins: tuple[int, str, bool] | None = None
 
-    def begun(self, step: int, inexact: str, *, lacks: str) -> None:
+    def begun(self, step: int, inexact: str, *, lacks: str, saved_only: bool = False) -> None:
         self.begins = step, inexact, not lacks
 
 
