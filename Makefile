@@ -5,9 +5,10 @@
 #   make demo-heal      kill -9 two workers in turn under lastwords run; all ranks start again, and training goes on in a second
 #   make demo-recover   kill -9 a worker, the scheduler, both and all of a dynamic cluster, and start them again
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
-#   make test      the usual tests, some cases of each long table: nine minutes on two idle cores
-#   make test-rest the other cases of their long tables: 40 minutes, an hour on busy cores
-#   make test-all  both
+#   make test      the usual tests: six minutes on two idle cores
+#   make test-ci   the other tests with processes, and those that compute for long: CI runs both
+#   make test-rest those, and the other cases of long tables
+#   make test-all  all of them
 #   make test-readme   does what README.md says, in new environments: minutes
 #   make test-gpu  the tests that need a GPU, with four ranks on the first one, over NCCL, in the python that has torch for it: PYTHON=...
 #   make test-root the tests that need root, which are skipped for everyone else
@@ -47,7 +48,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
+.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-ci test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -75,11 +76,12 @@ demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)
 
 # Bytecode is written even where the environment says not to: each test process would compile the same modules again.
-test test-rest test-all: export PYTHONDONTWRITEBYTECODE =
-test: SELECTED = not slow and not thorough
-test-rest: SELECTED = thorough and not slow
+test test-ci test-rest test-all: export PYTHONDONTWRITEBYTECODE =
+test: SELECTED = not slow and not thorough and not ci
+test-ci: SELECTED = ci and not slow and not thorough
+test-rest: SELECTED = (thorough or ci) and not slow
 test-all: SELECTED = not slow
-test test-rest test-all: $(READY)
+test test-ci test-rest test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(SELECTED)' --durations=20 $(ARGS)
 
 test-root: $(READY)

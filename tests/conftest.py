@@ -139,8 +139,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     selection.drop_cases(metafunc, selection.left_out(metafunc.config.option.markexpr))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests with processes of their own come first: they are the long ones, and wait while others compute."""
+    selection.leave_to_ci(items, complete=not any("::" in one for one in config.args))
     items.sort(key=lambda item: item.get_closest_marker("process") is None)
 
 

@@ -1,6 +1,7 @@
-"""Which cases of a long table `make test` takes; `make test-rest` takes the others.
+"""Which tests `make test` takes: of those with processes the ones in usual.txt, of a long table some cases.
 
-What `-m` leaves out is not made in the first place: thousands of cases, in each of xdist's workers.
+`make test-ci` takes the other processes, and what computes for long, `make test-rest` these and the other cases. What
+`-m` leaves out is not made in the first place: thousands of cases, in each of xdist's workers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+USUAL = Path(__file__).with_name("usual.txt")
+
+
+def usual_processes() -> dict[str, str]:
+    """Names of tests with processes that `make test` takes, and what each group of them is there for."""
+    found, group = {}, ""
+    for line in USUAL.read_text(encoding="utf-8").splitlines():
+        if line.startswith("== "):
+            group = line.removeprefix("== ")
+        elif line and not line.startswith("#"):
+            found[line] = group
+    return found
+
+
+def leave_to_ci(items: Sequence[pytest.Item], *, complete: bool) -> None:
+    """Mark tests with processes that are not usual. complete: of a file that is collected, all of its tests are.
+
+    UsageError for a usual one that is not there.
+    """
+    usual = usual_processes()
+    for item in items:
+        if item.get_closest_marker("process") and item.nodeid not in usual:
+            item.add_marker("ci")
+    files = {item.nodeid.partition("::")[0] for item in items} if complete else ()
+    if gone := sorted({name for name in usual if name.partition("::")[0] in files} - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"{USUAL} names what is not there: {', '.join(gone)}")
 
 
 def usually(cases: Iterable[Any], usual: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
@@ -47,10 +75,13 @@ def left_out(expression: str) -> frozenset[str]:
 
     >>> sorted(left_out("not slow and not thorough")), sorted(left_out("thorough and not slow"))
     (['slow', 'thorough'], ['slow'])
+    >>> [*left_out("(thorough or ci) and not slow")]
+    ['slow']
     >>> [*left_out("slow"), *left_out("not slow or process"), *left_out("process or thorough and not slow")]
     []
     """
-    words = [] if " or " in expression else expression.split(" and ")
+    outside = re.sub(r"\([^()]*\)", "", expression)
+    words = [] if " or " in outside else outside.split(" and ")
     return frozenset(word.removeprefix("not ") for word in words if word in ("not slow", "not thorough"))
 
 

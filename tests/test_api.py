@@ -35,6 +35,7 @@ def test_every_exception_that_a_page_names_can_be_caught_from_the_package() -> N
     assert "StrategyError" in named
 
 
+@pytest.mark.ci
 def test_exceptions_are_defined_in_one_module() -> None:
     """A private one never leaves its own module."""
     elsewhere: dict[str, str] = {}

@@ -85,6 +85,7 @@ def _is_there(module: str, name: str) -> bool:
     return below or lazy or any(name in _top_level(path) for path in own)
 
 
+@pytest.mark.ci
 def test_files_take_only_names_that_are_there() -> None:
     texts = [path.read_text(encoding="utf-8") for folder in ("bench", "demo", "tools", "examples", "tests") for path in
              (ROOT / folder).rglob("*.py")]  # fmt: skip

@@ -92,6 +92,7 @@ def orders_to_bytes(orders: Sequence[tuple[Sequence[int], Order]]) -> bytes:
     return pb.ToRank(orders=addressed).SerializeToString()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cls", REPORTS, ids=lambda cls: cls.__name__)
 def test_every_report_survives_the_trip(cls: type) -> None:
     @given(values_of(cls))
@@ -102,6 +103,7 @@ def test_every_report_survives_the_trip(cls: type) -> None:
     trip()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cls", ORDERS, ids=lambda cls: cls.__name__)
 def test_every_order_survives_the_trip(cls: type) -> None:
     @given(values_of(cls), st.lists(st.integers(0, codec.RANKS_MAX - 1), unique=True, min_size=1, max_size=9))
@@ -269,6 +271,7 @@ SAMPLE_ORDERS = orders_to_bytes(
 )
 
 
+@pytest.mark.ci
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_a_damaged_message_is_refused_or_is_another_valid_one(data: st.DataObject) -> None:

@@ -55,6 +55,7 @@ def test_the_import_contracts_hold(tree: Path) -> None:
     assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [

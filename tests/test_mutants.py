@@ -90,6 +90,7 @@ def test_what_is_changed() -> None:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("file", NEAREST_TESTS)
 def test_of_each_file_there_are_enough_and_each_changes_one_line_and_compiles(file: str) -> None:
     source = (ROOT / file).read_text(encoding="utf-8")

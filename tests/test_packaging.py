@@ -119,6 +119,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build_wheel(_copy_sources(work, links=True), work / "dist")
 
 
+@pytest.mark.ci
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = _source_files()
@@ -127,12 +128,14 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert all(name.startswith("lastwords/") for name in names), "the wheel may not install bare top-level names"
 
 
+@pytest.mark.ci
 def test_a_clone_without_symlinks_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     other = _build_wheel(_copy_sources(tmp_path, links=False), tmp_path / "dist")
     assert zipfile.ZipFile(other).namelist() == zipfile.ZipFile(wheel).namelist()
     assert other.read_bytes() == wheel.read_bytes(), "the same sources, built a second time, give other bytes"
 
 
+@pytest.mark.ci
 def test_a_tree_without_package_dir_entries_is_noticed(wheel: Path, tmp_path: Path) -> None:
     """Negative control: the comparison above can fail."""
     tree = _copy_sources(tmp_path, links=False)

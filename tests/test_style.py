@@ -573,11 +573,13 @@ def test_importing_the_package_loads_neither_torch_nor_grpc() -> None:
     assert _python(f"import sys, lastwords; lastwords.ConfigError; print({HEAVY})") == "[]"
 
 
+@pytest.mark.ci
 def test_torch_is_loaded_once_the_wrapper_is_asked_for() -> None:
     """Negative control for the test above."""
     assert "'torch'" in _python(f"import sys, lastwords; lastwords.OptTFTWrapper; print({HEAVY})")
 
 
+@pytest.mark.ci
 def test_a_controller_starts_without_torch() -> None:
     code = (
         "import sys, importlib; importlib.import_module('lastwords.controller.__main__'); print('torch' in sys.modules)"

@@ -127,6 +127,7 @@ def test_power_lost_at_any_system_call_leaves_the_older_and_the_whole_new_one_or
     assert states > 20
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", usually(CASES, ["the next step"]))
 def test_after_any_crash_the_next_generation_saves_and_tidies_up(case: str) -> None:
     older, newer, features = CASES[case]
@@ -146,6 +147,7 @@ def test_after_any_crash_the_next_generation_saves_and_tidies_up(case: str) -> N
         assert content_of(newest, disk) == content_written(restarted, 38), label
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", usually(sorted({*CASES} - {"no O_DIRECT"}), ["the same step of the same job"]))
 def test_a_process_killed_at_any_system_call_leaves_the_real_directory_sound(case: str, tmp_path: Path) -> None:
     older, newer, _ = CASES[case]
@@ -187,6 +189,7 @@ def lazy_disk(skip: Callable[[Path], bool]) -> SimulatedOs:
     return disk
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("skip", "verdict"),
     [
@@ -231,6 +234,7 @@ def test_manifest_written_after_the_rename_is_caught() -> None:
     assert "incomplete" in first_broken(lambda: disk_with(CASES["the next step"][0]), save)
 
 
+@pytest.mark.ci
 def test_publishing_before_verifying_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def truncated_and_unverified(root: Path, os: Os) -> None:
         directory = NEWER.write(root, 37, os)

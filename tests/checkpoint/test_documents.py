@@ -114,6 +114,7 @@ def refused(kind: str, content: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", READERS)
 def test_every_value_of_another_type_or_out_of_bounds_is_refused(tmp_path: Path, kind: str) -> None:
     content = content_of(kind, tmp_path)

@@ -36,6 +36,7 @@ def error_of_a_save(newer: tuple[Job, int], os: Os) -> StorageError | None:
     return None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", usually(CASES, ["the next step", "the same step of the same job"]))
 def test_any_failing_call_is_a_storage_error_or_does_not_matter(case: str) -> None:
     older, newer, features = CASES[case]
@@ -139,6 +140,7 @@ def test_a_file_whose_fsync_failed_is_never_fsynced_again() -> None:
     assert files == 5, "two files, what each says of itself, and one manifest"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", usually(CASES, ["the next step"]))
 def test_a_publication_goes_on_after_any_call_that_failed_once(case: str) -> None:
     """And what it then says is published is durable: power is lost at once, with everything that may get lost."""

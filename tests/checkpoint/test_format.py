@@ -49,6 +49,7 @@ def decode(raw: bytes, data_bytes: int = 0) -> Any:
 # ---------------------------------------------------------------------- round trip, and safetensors as the judge
 
 
+@pytest.mark.ci
 @given(SPECS, METADATA)
 def test_a_header_comes_back_as_it_was_written(specs: list[TensorSpec], metadata: dict[str, str]) -> None:
     specs = ordered(specs)
@@ -70,6 +71,7 @@ def test_a_header_comes_back_as_it_was_written(specs: list[TensorSpec], metadata
         at += spec.nbytes
 
 
+@pytest.mark.ci
 @given(specs=SPECS, metadata=METADATA)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_safetensors_opens_what_is_written_and_every_tensor_is_aligned(
@@ -89,6 +91,7 @@ def test_safetensors_opens_what_is_written_and_every_tensor_is_aligned(
         assert begin % (DTYPE_BITS[spec.dtype] // 8) == 0
 
 
+@pytest.mark.ci
 @given(SPECS, METADATA, st.data())
 @settings(max_examples=200)
 def test_what_safetensors_refuses_is_refused_here(specs: list[TensorSpec], metadata: dict[str, str], data: Any) -> None:
@@ -123,6 +126,7 @@ JSONS = st.recursive(
 )
 
 
+@pytest.mark.ci
 @given(
     st.dictionaries(
         st.text(max_size=3) | st.just("__metadata__"),
@@ -221,6 +225,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         encode_header([spec, spec], {})
 
 
+@pytest.mark.ci
 def test_metadata_beyond_the_format_s_limit_are_refused() -> None:
     with golden.raises(ConfigError):
         encode_header([], {"lastwords": "x" * (HEADER_BYTES_MAX + 1)})

@@ -64,6 +64,7 @@ def flip(path: Path, at: int, bits: int = 1) -> None:
 # ---------------------------------------------------------------------- damage
 
 
+@pytest.mark.ci
 def test_one_changed_byte_anywhere_in_a_file_is_found(saved: Path) -> None:
     """In the length, in the header and in the data; by `verify` and by reading what it is in."""
     path = saved / FILE_0

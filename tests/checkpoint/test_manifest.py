@@ -99,6 +99,7 @@ def manifests(draw: Any) -> Manifest:
     )
 
 
+@pytest.mark.ci
 @given(manifests())
 def test_a_manifest_comes_back_as_it_was_written(manifest: Manifest) -> None:
     raw = manifest.encode()
@@ -172,6 +173,7 @@ def test_a_flipped_version_digit_is_damage_and_not_a_newer_format() -> None:
 JUNK = st.sampled_from([None, -1, 0, 1.5, True, "", "x", [], ["x"], {}, {"x": 1}, 2**70, "../x", [[1]], {"~class": 1}])
 
 
+@pytest.mark.ci
 @settings(max_examples=300)
 @given(st.data())
 def test_a_forged_manifest_raises_nothing_but_format_error(data: Any) -> None:

@@ -98,6 +98,7 @@ def moved(region: Box, into: Box) -> Box:
     return Box(tuple(a - b for a, b in zip(region.offsets, into.offsets, strict=True)), region.sizes)
 
 
+@pytest.mark.ci
 @given(st.data())
 def test_slices_equal_a_full_gather_and_a_chain_of_layouts_gives_the_first_back(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -110,6 +111,7 @@ def test_slices_equal_a_full_gather_and_a_chain_of_layouts_gives_the_first_back(
     assert all(np.array_equal(back[box], held[box]) for box in first)
 
 
+@pytest.mark.ci
 @given(st.data())
 def test_a_lost_shard_is_named_with_the_region_that_is_missing(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
@@ -188,6 +190,7 @@ def any_boxes(draw: st.DrawFn) -> list[Box]:
     return draw(st.lists(st.builds(Box, numbers, numbers), min_size=1, max_size=10))
 
 
+@pytest.mark.ci
 @given(any_boxes())
 def test_an_index_finds_what_a_look_at_every_box_finds(boxes: list[Box]) -> None:
     index = BoxIndex(boxes)

@@ -606,6 +606,7 @@ def test_where_all_are_damaged_all_stay(tmp_path: Path, caplog: pytest.LogCaptur
 DAMAGED = [set(steps) for count in range(5) for steps in itertools.combinations(range(31, 35), count)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_whichever_are_damaged_the_newest_sound_one_stays(tmp_path: Path, keep: int) -> None:
     whole = filled(tmp_path / "whole", range(31, 35))

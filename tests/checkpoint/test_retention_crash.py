@@ -96,6 +96,7 @@ def broken(found: Iterable[tuple[str, SimulatedOs, bool]]) -> Iterator[str]:
             yield f"{label}: {verdict}"
 
 
+@pytest.mark.ci
 def test_power_lost_at_any_system_call_leaves_whole_checkpoints_and_nothing_that_stays() -> None:
     found = [*crashes(disk, pruned)]
     assert len(found) > 20
@@ -219,11 +220,13 @@ def never_wrong(made: SimulatedOs, ended: list[Any]) -> str:
     return "" if got is None or got == content_written(JOB, STEPS[0]) else "wrong bytes"
 
 
+@pytest.mark.ci
 def test_a_reader_that_has_begun_is_never_disturbed() -> None:
     bodies = [reader(STEPS[0]), pruner(KEEP)]
     assert list(judged(bodies, never_wrong)) == []
 
 
+@pytest.mark.ci
 def test_without_its_lock_a_reader_is_disturbed_and_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the one above; and still nobody reads wrong bytes."""
     monkeypatch.setattr(
@@ -244,6 +247,7 @@ def one_is_left(made: SimulatedOs, ended: list[Any]) -> str:
     return ""
 
 
+@pytest.mark.ci
 def test_several_that_prune_at_once_leave_what_each_has_to_keep() -> None:
     assert (
         list(judged([pruner(KEEP), pruner(2), lambda os: starts.remove_stale(ROOT, "job", 9, os)], one_is_left)) == []
@@ -440,6 +444,7 @@ def lost_by_publication(can_exchange: bool) -> Iterator[str]:
             yield f"{label}: something is not whole"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("can_exchange", [True, more(False)])
 def test_what_two_jobs_publish_as_one_step_is_kept(can_exchange: bool) -> None:
     assert list(lost_by_publication(can_exchange)) == []

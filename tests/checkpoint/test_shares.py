@@ -62,6 +62,7 @@ def state(table: Sequence[TensorSpec], seed: int = 0) -> UnitState:
     return UnitState([(spec, content(spec, seed)) for spec in table], dataclasses.replace(EMPTY_UNIT, optimizer="SGD"))
 
 
+@pytest.mark.ci
 @settings(max_examples=300, deadline=None)
 @given(specs(), st.integers(2, 9))
 def test_shares_put_together_are_the_unit(table: list[TensorSpec], count: int) -> None:
@@ -81,6 +82,7 @@ def test_shares_put_together_are_the_unit(table: list[TensorSpec], count: int) -
         )
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None)
 @given(specs(), st.integers(2, 9), st.randoms())
 def test_the_order_of_a_writers_table_changes_nothing(table: list[TensorSpec], count: int, random: Any) -> None:
@@ -162,6 +164,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None)
 @given(specs(), st.integers(2, 4), st.data())
 def test_a_lost_or_foreign_share_is_never_taken_for_a_unit(

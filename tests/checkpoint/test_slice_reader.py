@@ -117,6 +117,7 @@ def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
     return st.tuples(*ranges).map(lambda pairs: Box(tuple(a for a, _ in pairs), tuple(b - a for a, b in pairs)))
 
 
+@pytest.mark.ci
 @given(st.data())
 def test_any_boxes_of_any_cut_are_what_slices_of_the_whole_are(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 9), max_size=4).map(tuple))

@@ -65,6 +65,7 @@ def check(os: Os, published: bool) -> None:
             raise Broken("it has another content")
 
 
+@pytest.mark.ci
 def test_power_lost_at_any_system_call_leaves_the_source_and_all_of_the_result_or_nothing() -> None:
     states = 0
     for label, after, published in crashes(DISK.copy, move):
@@ -146,6 +147,7 @@ def refused(os: Os) -> int:
     return 0
 
 
+@pytest.mark.ci
 def test_a_disk_that_is_full_at_any_call_is_told_and_the_same_call_goes_on() -> None:
     full = OSError(errno.ENOSPC, "no space left on device")
     calls: Counter[str] = Counter()

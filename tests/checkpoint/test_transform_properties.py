@@ -64,6 +64,7 @@ def file_of(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}" / f"part{rank}.ckpt"
 
 
+@pytest.mark.ci
 @settings(max_examples=25, deadline=None)
 @given(SEEDS, WORLDS, WORLDS)
 def test_whole_and_by_rank_it_is_what_a_naive_gather_says(seed: int, source: int, destination: int) -> None:

@@ -107,10 +107,12 @@ def draws(seeds: Iterable[int]) -> Iterator[tuple[str, Choose, Sequence[Body]]]:
         yield f"seed {seed}", at_random(seed, kills=seed % 3, switch=switch), jobs[seed % len(jobs)]
 
 
+@pytest.mark.ci
 def test_one_that_is_stopped_while_the_other_runs_to_its_end_says_nothing_false() -> None:
     judge_all(stops(13))
 
 
+@pytest.mark.ci
 def test_stopped_and_killed_at_random_nobody_says_anything_false() -> None:
     judge_all(draws(range(60)))
 
@@ -125,6 +127,7 @@ def test_thousands_of_schedules_of_two_and_three() -> None:
     judge_all(draws(range(60, 3000)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rule", ["locks exclude", "a lock has its name"])
 def test_without_one_of_the_rules_something_false_is_said(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of all of the above."""
@@ -138,6 +141,7 @@ def test_without_one_of_the_rules_something_false_is_said(rule: str, monkeypatch
         judge_all(schedules)
 
 
+@pytest.mark.ci
 def test_of_two_transformations_to_two_layouts_one_wins_and_the_other_is_told_what_is_there() -> None:
     for seed in range(20):
         disk = DISK.copy()

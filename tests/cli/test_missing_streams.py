@@ -20,6 +20,7 @@ open(sys.argv[2], "w").write(f"{min(pipe)} {child.returncode}")
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("opens", "expected"), [("opens", "3 0"), ("does not", "0 1")])
 def test_no_file_and_no_child_gets_the_place_of_a_stream_that_is_closed(
     tmp_path: Path, opens: str, expected: str

@@ -68,6 +68,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, root: Path) -> Shown:
     return lines
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("columns", [40, 80, 160, None], ids=["40", "80", "160", "pipe"])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_names_of_checkpoints_are_whole_in_every_width(

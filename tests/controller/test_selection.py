@@ -83,6 +83,7 @@ def holder_of_each_unit(stands: Sequence[Stand | None], units: Sequence[str]) ->
     return held == all_units(units)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_the_gate_a_step_is_found_whenever_every_unit_has_a_holder(layout: str) -> None:
     units = LAYOUTS[layout]

@@ -164,6 +164,7 @@ def complaints(known: dict[int, RankView], parts: list[WrittenPart], answer: Dec
 SEEDS = range(3000)
 
 
+@pytest.mark.ci
 def test_whatever_is_kept_and_written_is_every_unit_once() -> None:
     for seed in SEEDS:
         assert complaints(*random_choice(seed)) == [], f"seed {seed}"

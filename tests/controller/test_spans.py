@@ -82,6 +82,7 @@ def test_spans_that_are_not_taken_are_an_error() -> None:
         teller.export(json.dumps(SAVED).encode(), Refusing())  # type: ignore[arg-type]
 
 
+@pytest.mark.ci
 @SDK
 def test_the_process_that_tells_sends_them_over_http() -> None:
     bodies: list[bytes] = []

@@ -28,6 +28,7 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_the_embedded_digits_are_28_by_28_floats_from_0_to_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATA_PATH", raising=False)
     images, labels = load_training_set().tensors

@@ -327,6 +327,7 @@ with Controller(rank.port):
 """
 
 
+@pytest.mark.ci
 def test_a_rank_without_a_free_descriptor_survives_that_its_controller_is_gone() -> None:
     found = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
@@ -352,6 +353,7 @@ rank.close()
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("free", range(8))
 def test_a_first_session_without_enough_descriptors_is_an_error_and_no_abort(free: int) -> None:
     found = subprocess.run(

@@ -120,11 +120,13 @@ def run(script: str, tmp_path: Path, free: int) -> None:
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("free", [0, 1], ids=["who served cannot be read", "no process can be started"])
 def test_who_has_no_descriptor_when_the_controller_is_killed_starts_it_again_later(tmp_path: Path, free: int) -> None:
     run(WATCH, tmp_path, free)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("free", range(5))
 def test_a_controller_that_cannot_be_started_for_lack_of_descriptors_leaves_none_open(
     tmp_path: Path, free: int
@@ -132,6 +134,7 @@ def test_a_controller_that_cannot_be_started_for_lack_of_descriptors_leaves_none
     run(START, tmp_path, free)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lacking", [0, 1], ids=["that watches", "that writes"])
 def test_a_controller_that_lacks_a_thread_never_begins_to_serve(tmp_path: Path, lacking: int) -> None:
     run(SERVE, tmp_path, lacking)

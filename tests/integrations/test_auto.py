@@ -57,13 +57,16 @@ def said(tmp_path: Path, script: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.ci
 def test_a_trainer_is_patched_once_it_is_imported(tmp_path: Path) -> None:
     golden.says(said(tmp_path, "import transformers.trainer"))
 
 
+@pytest.mark.ci
 def test_a_script_that_uses_lastwords_itself_is_left_alone(tmp_path: Path) -> None:
     golden.says(said(tmp_path, "import transformers.trainer, lastwords"))
 
 
+@pytest.mark.ci
 def test_a_script_without_a_trainer_is_told_so(tmp_path: Path) -> None:
     golden.says(said(tmp_path, "print('a loop of its own')"))

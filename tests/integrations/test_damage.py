@@ -69,6 +69,7 @@ def test_a_flipped_byte_anywhere_is_an_error_and_leaves_nothing(
     read(path, tmp_path / "out")
 
 
+@pytest.mark.ci
 def test_unchecked_is_an_option_and_reads_less_and_notices_less(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     path = saved(tmp_path, model, optimizer)

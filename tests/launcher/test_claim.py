@@ -86,6 +86,7 @@ def test_other_jobs_commands_and_directories_are_none_of_its_business(
     assert claim(COMMAND, ["one"], 1, {}).held == ()
 
 
+@pytest.mark.ci
 def test_a_killed_launcher_holds_nothing(job: str) -> None:
     code = (
         f"import sys; from lastwords.launcher.command import claim; kept = claim({COMMAND}, ['x'], 1); print(); input()"

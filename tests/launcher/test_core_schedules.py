@@ -365,15 +365,15 @@ def copied(world: World) -> World:
 @pytest.mark.parametrize(
     ("ranks", "deaths", "how"),
     [
-        (2, 3, {}),
-        (3, 1, {}),
-        (2, 2, {"raises": True}),
+        pytest.param(2, 3, {}, marks=pytest.mark.ci),
+        pytest.param(3, 1, {}, marks=pytest.mark.ci),
+        pytest.param(2, 2, {"raises": True}, marks=pytest.mark.ci),
         (2, 2, {"quits": True}),
-        (2, 2, {"stops": 1}),
-        (2, 1, {"stops": 2}),
-        (2, 1, {"stops": 1, "late": 2}),
-        (2, 2, {"loops": 2}),
-        (2, 1, {"loops": 2, "stops": 1}),
+        pytest.param(2, 2, {"stops": 1}, marks=pytest.mark.ci),
+        pytest.param(2, 1, {"stops": 2}, marks=pytest.mark.ci),
+        pytest.param(2, 1, {"stops": 1, "late": 2}, marks=pytest.mark.ci),
+        pytest.param(2, 2, {"loops": 2}, marks=pytest.mark.ci),
+        pytest.param(2, 1, {"loops": 2, "stops": 1}, marks=pytest.mark.ci),
         (2, 1, {"careless": True}),
         (2, 2, {"resumes": False}),
         (2, 2 * REPEATS_MAX, {"faulty": True}),
@@ -500,6 +500,7 @@ class Forgetful(LauncherCore):
         return effects
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("broken", "deaths", "how", "found"),
     [

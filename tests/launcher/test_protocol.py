@@ -343,6 +343,7 @@ def test_what_is_not_understood_is_told_once_for_each_peer(caplog: pytest.LogCap
     golden.says("\n".join(caplog.messages))
 
 
+@pytest.mark.ci
 def test_complaints_take_no_more_memory_than_so_many_peers() -> None:
     complaints = Complaints()
     for peer in range(5000):

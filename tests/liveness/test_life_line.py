@@ -264,6 +264,7 @@ def test_a_watcher_may_be_stopped_at_the_very_moment_a_process_ends() -> None:
     assert closed.is_set()
 
 
+@pytest.mark.ci
 def test_a_process_that_cannot_be_watched_is_an_error_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         """An epoll without memory for one more."""

@@ -126,6 +126,7 @@ def test_what_cannot_be_watched_at_all_in_a_shortage_says_that_it_is_one(line: L
     hosts.stop()
 
 
+@pytest.mark.ci
 def test_a_pid_watcher_without_a_thread_takes_a_process_later() -> None:
     watcher = PidWatcher()
     gc.collect()

@@ -75,6 +75,7 @@ def test_a_copy_that_is_taken_again_has_the_gradient_of_now(tmp_path: Path, drop
     assert loop.saved == (None if dropped else [7.0] * 4)
 
 
+@pytest.mark.ci
 def test_a_gradient_that_the_loop_has_dropped_is_not_kept_alive(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.accumulate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,6 +16,7 @@ from lastwords.optim_wrapper.resume.facts import changed, run_facts
 from tests.integration.forked import on_ranks
 
 
+@pytest.mark.ci
 def test_a_compiled_model_is_told_in_whatever_place_it_was_compiled() -> None:
     plain, within, itself = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     assert not is_compiled(within)

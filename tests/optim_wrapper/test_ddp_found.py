@@ -85,6 +85,7 @@ def test_a_model_that_has_everything_is_left_as_it_is(group: None) -> None:
     assert view.model is alone, "nothing but the parameter itself is beside the model"
 
 
+@pytest.mark.ci
 def test_a_ddp_that_was_made_before_lastwords_looked_and_one_that_was_made_after_are_found(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_damaged_record_of_several_ddps_is_named() -> None:
     assert "ddps" in str(facts_problem({"buckets": {"version": 2}}))
 
 
+@pytest.mark.ci
 def test_what_lives_while_it_is_looked_for_can_be_freed(put_aside: Callable[[], None]) -> None:
     put_aside()
     model = nn.Linear(2, 2)

@@ -253,6 +253,7 @@ def test_copies_are_right_however_large(device: str, folder: Path, numel: int) -
             assert bytes(content) == tensor.cpu().numpy().tobytes()
 
 
+@pytest.mark.ci
 def test_behind_a_stream_that_waits_for_a_dead_peer_nobody_waits(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

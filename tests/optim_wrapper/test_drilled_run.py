@@ -122,6 +122,7 @@ def test_peek_looks_where_the_drill_saves(tmp_path: Path, monkeypatch: pytest.Mo
     assert lastwords.peek(mine, missing_ok=True) is None
 
 
+@pytest.mark.ci
 def test_without_a_drill_nothing_of_it_is_imported() -> None:
     program = (
         "import sys, lastwords.optim_wrapper.trainer.register; sys.exit(any('drilled' in one for one in sys.modules))"

@@ -273,6 +273,7 @@ def test_where_nobody_knows_the_epochs_nothing_is_silent_either(make: type[Recip
     assert silent(make, found) == []
 
 
+@pytest.mark.ci
 def test_without_its_word_most_of_these_would_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(extras_module._Taken, "may_move", lambda self, forecast: {})

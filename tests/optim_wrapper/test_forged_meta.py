@@ -241,6 +241,7 @@ def use(root: Path, path: Path, live: Live) -> list[str]:
 MAKERS = {"pure": lambda root: Live().save(root), "sharded": sharded, "moved": moved}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_forged_manifest_ends_in_an_error_of_ours(

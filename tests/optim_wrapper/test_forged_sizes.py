@@ -20,6 +20,7 @@ from tests.optim_wrapper.test_forged_meta import FORGERIES, Live, use
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.ci
 def test_forged_sizes_end_in_an_error_of_ours(tmp_path: Path) -> None:
     """Run with LASTWORDS_FORGERIES=3000 to look for what these do not meet."""
     command = [sys.executable, "-m", "tests.optim_wrapper.forging", str(tmp_path), "0", str(FORGERIES)]

@@ -145,6 +145,7 @@ for name, (hold, _) in here.PLACES.items():
 """
 
 
+@pytest.mark.ci
 def test_the_names_are_the_same_in_every_process() -> None:
     def names(seed: str) -> str:
         done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=Path(__file__).parents[2], check=True, text=True,

@@ -79,6 +79,7 @@ def test_a_loop_that_adds_the_group_again_has_it_once_with_the_values_that_were_
         wrapper.add_param_group({"params": models[1][1].parameters()})
 
 
+@pytest.mark.ci
 def test_a_group_that_the_step_under_way_has_added_is_added_by_the_step_that_is_repeated() -> None:
     """It is no part of the step that is saved: what the loop does to all groups before it adds one would be twice."""
     models = net(), net()

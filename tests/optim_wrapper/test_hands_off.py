@@ -144,6 +144,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("steps", "saved"), [(0, False), (3, False), (3, True)])
 @pytest.mark.parametrize("trick", TRICKS)
 def test_every_tensor_can_be_treated_as_without_lastwords(tmp_path: Path, trick: str, steps: int, saved: bool) -> None:

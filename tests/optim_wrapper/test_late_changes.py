@@ -63,6 +63,7 @@ SCHEDULES: dict[str, tuple[list[Act], Act, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_of_hyperparameters_only_what_a_scheduler_s_step_leaves_is_not_told(

@@ -125,6 +125,7 @@ def test_another_accumulation_is_named() -> None:
     golden.says(going_on(whole, plain(), 1, 2, 2).reasons)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["shuffle", "shuffle with generator", "two generators"])
 def test_a_random_order_goes_on_with_batches_of_another_size_and_each_sample_is_seen_once(kind: str) -> None:
     def make() -> Any:
@@ -162,6 +163,7 @@ def test_a_run_with_batches_of_another_size_can_be_resumed_again_in_the_same_epo
     assert third.record == after(again.record, 1, 4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_loader_that_counts_its_epochs_itself_is_set_back(drops: bool) -> None:
     """Control: without what the saved run had counted, epoch 2 has the order of epoch 1."""
@@ -193,6 +195,7 @@ class Counted(Sampler[int]):
         yield from ((at + self.begun) % SAMPLES for at in range(SAMPLES))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("epoch", "step"), [(1, 2), (2, 1), (2, BATCHES)])
 def test_a_sampler_that_counts_its_epochs_goes_on_where_it_was(epoch: int, step: int, workers: int) -> None:

@@ -157,6 +157,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings.simplefilter("ignore")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ODD)
 def test_what_comes_while_training_is_saved_or_named_and_everything_else_is_saved(
@@ -174,6 +175,7 @@ def test_what_comes_while_training_is_saved_or_named_and_everything_else_is_save
         assert any("odd" in reason or "extra" in reason for reason in reasons), reasons
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", ["group", "extras", "state_dict", "extra_state"])
 @pytest.mark.parametrize("kind", usually(ODD, USUAL))
 def test_what_takes_the_place_of_a_plain_tensor_stops_no_step(tmp_path: Path, kind: str, place: str) -> None:
@@ -186,6 +188,7 @@ def test_what_takes_the_place_of_a_plain_tensor_stops_no_step(tmp_path: Path, ki
         job.save()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", sorted({*PLACES, "parameter"} - {"state"}))
 @pytest.mark.parametrize("kind", usually(ODD, USUAL))
 def test_what_is_there_at_the_start_is_refused_or_trains(tmp_path: Path, kind: str, place: str) -> None:

@@ -250,6 +250,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)

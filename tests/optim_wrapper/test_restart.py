@@ -68,6 +68,7 @@ def start(root: Path, environ: dict[str, str]) -> starts.Start:
     return starts.draw([root], launch_of(environ))
 
 
+@pytest.mark.ci
 def test_a_restart_through_a_wrapper_is_the_same_job(tmp_path: Path) -> None:
     """The wrapper is a new process in each start, so whatever is asked of the parent differs."""
     code = "import os; from lastwords.optim_wrapper.launch.world import launch_of; print(launch_of(os.environ))"

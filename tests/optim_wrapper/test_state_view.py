@@ -283,6 +283,7 @@ def test_the_wrapper_and_its_inner_optimizer_give_the_same_state() -> None:
     assert UnitView(model, OptTFTWrapper(inner)).optimizer is inner
 
 
+@pytest.mark.ci
 def test_parameters_that_only_the_optimizer_has_are_named_by_group_and_index() -> None:
     def build(seed: int) -> tuple[nn.Module, Optimizer, nn.Parameter]:
         torch.manual_seed(seed)

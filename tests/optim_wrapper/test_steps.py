@@ -317,6 +317,7 @@ class CountsOn(SequentialSampler):
         self.set_epoch(self.epoch + 1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sampler_that_counts_on_ahead_of_the_training_is_told_its_epoch_all_the_same(workers: int) -> None:
     def make() -> Any:
@@ -343,6 +344,7 @@ def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact(
     assert len(caplog.messages) == shown, "not one line of each rank"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("draw", ["none", "python", "numpy", "torch", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_without_workers_is_exact_wherever_it_was_cut(kind: str, draw: str) -> None:
@@ -854,6 +856,7 @@ def test_steps_can_be_taken_once() -> None:
         iter(steps)
 
 
+@pytest.mark.ci
 def test_nothing_of_a_batch_is_kept_while_the_next_is_fetched() -> None:
     import gc
     import weakref

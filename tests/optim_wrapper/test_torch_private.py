@@ -71,6 +71,7 @@ def uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, str(name.value)
 
 
+@pytest.mark.ci
 def test_no_private_name_is_used_that_is_not_listed() -> None:
     known = own_names() | LISTED | OF_OTHERS | {"_nested_dict"}
     strangers = [

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -155,6 +156,7 @@ def test_what_the_loop_alone_makes_is_named_where_resume_cannot_find_it() -> Non
     assert len(missing) == 6
 
 
+@pytest.mark.ci
 def test_what_a_variable_held_is_not_kept_alive_behind_the_next_look() -> None:
     def body(watch: Attributes) -> weakref.ref[Any]:
         meter = Meter()

@@ -671,6 +671,7 @@ def test_the_profiler_sees_one_step() -> None:
     assert steps == ["Optimizer.step#AdamW.step"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("how", ["inner step", "wrapper step", "function"])
 def test_a_compiled_step_still_steps_and_reports(how: str, attached: bool) -> None:

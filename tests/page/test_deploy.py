@@ -42,6 +42,7 @@ def unknown_labels(text: str) -> set[str]:
     return {f"{name}{{{label}}}" for name, label in asked if label not in known[name]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("text", [*map(str, queries()), ALERTS.read_text(), ALERTS_TEST.read_text()])
 def test_every_metric_and_label_that_is_asked_for_exists(text: str) -> None:
     assert NAME.search(text)

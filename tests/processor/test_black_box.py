@@ -192,6 +192,7 @@ def crash_at_every_store(
     return stores, found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("steps_an_epoch", [1, 2, 3])
 def test_a_kill_at_any_store_leaves_every_copy_that_can_be_needed(
@@ -227,6 +228,7 @@ def test_two_slots_lose_a_copy_that_is_needed(tmp_path: Path) -> None:
     assert any("needed" in defect for defect in found)
 
 
+@pytest.mark.ci
 def test_three_slots_are_enough_only_if_the_model_is_called_once_in_a_step(tmp_path: Path) -> None:
     assert crash_at_every_store(tmp_path, box_type=_ThreeSlots)[1] == set()
     _, found = crash_at_every_store(tmp_path, box_type=_ThreeSlots, forwards=2)
@@ -688,6 +690,7 @@ def test_a_second_box_of_the_same_name_replaces_the_first(box: BlackBox) -> None
     assert [entry.name for entry in box.path.parent.iterdir()] == ["rank_0.box"]
 
 
+@pytest.mark.ci
 def test_a_box_that_nobody_keeps_leaves_no_descriptor(tmp_path: Path) -> None:
     gc.collect()
     before = os.listdir("/proc/self/fd")

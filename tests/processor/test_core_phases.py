@@ -143,6 +143,7 @@ def test_a_rank_holds_what_is_in_its_reach_unless_it_has_to_update_first(phase: 
     assert stand.holds(step) == (step in stand.reach and not needs_update)
 
 
+@pytest.mark.ci
 def test_the_safety_predicate_is_written_once() -> None:
     """A second version on the other side of the wire agrees only until one of the two is changed."""
     product = Path(lastwords.__file__).parent

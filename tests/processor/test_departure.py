@@ -414,6 +414,7 @@ HERE = "export()"
 IN_A_THREAD = "thread = threading.Thread(target=export); thread.start(); thread.join()"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("course", [UNWINDS, IN_THE_USERS_CODE], ids=["while it unwinds", "in the user's code"])
 @pytest.mark.parametrize(
     ("export", "work", "whole"),

@@ -57,6 +57,7 @@ def _has_all(job: Job, without: int) -> bool:
     return units == set(job.unit_names)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", usually(SMALL, lambda name: name not in ("mixed-skip", "mixed-hang", "ddp-shares")))
 def test_a_small_job_keeps_every_invariant_whatever_happens_in_any_order(
     capsys: pytest.CaptureFixture[str], name: str
@@ -105,6 +106,7 @@ _SMALLEST = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", usually(_SMALLEST, ("one unit, two steps", "a gate")))
 def test_the_reductions_lose_no_end(name: str) -> None:
     assert_the_same_ends(_SMALLEST[name])
@@ -136,6 +138,7 @@ def assert_the_same_ends(explored: Explored) -> None:
 # ------------------------------------------------------------------ negative controls
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.small])
 def test_a_broken_rule_is_found(name: str) -> None:
     mutant = MUTANTS[name]

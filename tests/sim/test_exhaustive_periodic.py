@@ -36,6 +36,7 @@ def _assert_explored(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert _published(found, periodic=False) == set(range(1, job.steps + 1))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", usually(SMALL, lambda name: name not in ("periodic-later", "periodic-two-deaths", "periodic-skip"))
 )
@@ -54,12 +55,14 @@ def test_a_larger_small_job_with_periodic_checkpoints_keeps_every_invariant(
     _assert_explored(name, capsys)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [more("periodic"), "periodic-gate"])
 def test_the_reductions_lose_no_end_of_jobs_with_periodic_checkpoints(name: str) -> None:
     job = dataclasses.replace(PERIODIC[name].job, steps=1)
     assert_the_same_ends(Explored("", job, 1))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.small])
 def test_a_broken_rule_of_periodic_checkpoints_is_found(name: str) -> None:
     mutant = MUTANTS[name]

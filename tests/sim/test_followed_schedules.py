@@ -42,6 +42,7 @@ def assert_clean(seen: Seen, *, quiet: bool = False) -> None:
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.ci
 def test_no_random_schedule_with_controllers_that_follow_breaks_an_invariant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -55,6 +56,7 @@ def test_no_random_schedule_with_controllers_that_follow_breaks_an_invariant(
     assert seen.without > SCHEDULES // 20, "too few jobs were left without one"
 
 
+@pytest.mark.ci
 def test_where_nothing_else_goes_wrong_periodic_checkpoints_go_on() -> None:
     seen = run_some(range(1, QUIET + 1), quiet=True)
     assert_clean(seen, quiet=True)
@@ -87,6 +89,7 @@ def test_two_controllers_that_act_at_once_are_caught(seed: int) -> None:
     assert bad[0].startswith(UNFENCED[seed])
 
 
+@pytest.mark.ci
 def test_what_is_remembered_after_the_act_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     remembering = ControllerCore._remembering
 

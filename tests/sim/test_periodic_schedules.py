@@ -11,6 +11,8 @@ from tests.sim.periodic_run import Seen, command, replay, run_some
 from tests.sim.periodic_schedule import draw_periodic
 from tests.sim.periodic_world import Record
 
+pytestmark = pytest.mark.ci
+
 SCHEDULES = 900
 QUIET = 300
 

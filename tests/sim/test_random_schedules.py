@@ -10,6 +10,8 @@ from tests.sim.run import command
 from tests.sim.schedule import COPIES_FROM
 from tests.sim.world import At
 
+pytestmark = pytest.mark.ci
+
 SCHEDULES = 1_500
 CAMPAIGN = 23_000
 WITH_DEATH_MIN = 20_000

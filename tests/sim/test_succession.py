@@ -66,6 +66,7 @@ def assert_explored(case: Case) -> None:
     assert found.states == case.states
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_controller_may_be_killed_at_any_instant(case: Case) -> None:
     assert_explored(case)
@@ -78,6 +79,7 @@ def test_a_controller_of_a_larger_small_job_may_be_killed_at_any_instant(case: C
     assert_explored(case)
 
 
+@pytest.mark.ci
 def test_the_reductions_lose_no_end() -> None:
     """How everything ends, with and without the short cuts."""
     job = JOBS["two-break"].job
@@ -87,10 +89,12 @@ def test_the_reductions_lose_no_end() -> None:
 # ------------------------------------------------------------------ negative controls
 
 
+@pytest.mark.ci
 def test_without_the_fence_the_older_one_acts_too_late() -> None:
     assert explore_succession(JOBS["two-break"].job, 0, how=How(fenced=False)).bad
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["two-break", "mixed", "mixed-skip", "ddp-shares", "periodic-gate"])
 def test_what_is_remembered_after_the_act_comes_too_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     remembering = ControllerCore._remembering
@@ -102,12 +106,14 @@ def test_what_is_remembered_after_the_act_comes_too_late(name: str, monkeypatch:
     assert explore_succession(SMALL[name].job, 0).bad
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["two-break", "mixed", "mixed-skip", "ddp-shares", "periodic-gate"])
 def test_a_file_that_is_older_than_the_last_act_leads_astray(name: str) -> None:
     """What the shipped one keeps may be lost where nothing has been done that rests on it, and no more than that."""
     assert explore_succession(SMALL[name].job, 0, how=How(stale=True)).bad
 
 
+@pytest.mark.ci
 def test_without_the_step_of_the_start_nothing_would_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Membership.admit
 
@@ -119,6 +125,7 @@ def test_without_the_step_of_the_start_nothing_would_be_saved(monkeypatch: pytes
     assert explore_succession(JOBS["ddp-two"].job, 1).bad
 
 
+@pytest.mark.ci
 def test_without_the_dead_nobody_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not come back has to be asked for: the dead say nothing any more."""
     monkeypatch.setattr(Succession, "take_absent", lambda succession: [])

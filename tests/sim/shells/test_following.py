@@ -39,6 +39,7 @@ def sweep(seeds: Iterable[int], kind: str = "stop_controller") -> tuple[Counter[
     return endings, followed, failures
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["stop_controller", "hang_controller"])
 def test_behind_a_silent_controller_nothing_is_lost(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     endings, followed, failures = sweep([*range(1, SCHEDULES + 1), *FOUND], kind)
@@ -49,6 +50,7 @@ def test_behind_a_silent_controller_nothing_is_lost(capsys: pytest.CaptureFixtur
     assert endings["saved"] > SCHEDULES // 5
 
 
+@pytest.mark.ci
 def test_without_a_watch_for_silence_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(Silence, "is_over", lambda *_, **__: False)
@@ -57,6 +59,7 @@ def test_without_a_watch_for_silence_it_is_given_up(monkeypatch: pytest.MonkeyPa
     assert any("i3_what_can_be_saved_is_saved" in text for text in failures)
 
 
+@pytest.mark.ci
 def test_who_never_asks_a_controller_that_hangs_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where nobody can follow it, its sessions stay up, and no deadline of a rank begins."""
     monkeypatch.setattr(Session, "ask_if_silent", lambda *_: None)
@@ -74,6 +77,7 @@ def _assert_followed(seeds: range) -> None:
     assert endings["saved"] > len(seeds) // 10
 
 
+@pytest.mark.ci
 def test_one_controller_serves_at_a_time_and_loses_nothing_of_the_one_before() -> None:
     _assert_followed(range(1, FOLLOWED + 1))
 
@@ -83,6 +87,7 @@ def test_one_controller_serves_at_a_time_in_many_schedules() -> None:
     _assert_followed(range(FOLLOWED + 1, 400))
 
 
+@pytest.mark.ci
 def test_without_the_lock_two_of_them_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(takeover, "_take_lock", lambda directory, wait_s: True)

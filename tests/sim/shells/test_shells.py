@@ -28,6 +28,7 @@ def _assert_clean(failures: list[tuple[int, str]]) -> None:
     assert not failures, "\n".join(f"{text}\n    replay: {command(seed)}" for seed, text in failures)
 
 
+@pytest.mark.ci
 def test_no_random_schedule_of_the_shells_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     endings, failures = sweep(range(1, SCHEDULES + 1))
     with capsys.disabled():
@@ -37,6 +38,7 @@ def test_no_random_schedule_of_the_shells_breaks_an_invariant(capsys: pytest.Cap
     assert endings["released"] > SCHEDULES // 20, "too few jobs have trained to their end"
 
 
+@pytest.mark.ci
 def test_the_same_seed_tells_the_same_story() -> None:
     stories = []
     for _ in range(2):
@@ -59,6 +61,7 @@ def _guessed(locals_: Iterable[Any]) -> Position | None:
     return None
 
 
+@pytest.mark.ci
 def test_a_guessed_name_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
     """The name of a step that has not ended is taken for that of the last one plus one."""
     for seed in GUESSED:
