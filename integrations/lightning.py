@@ -183,6 +183,8 @@ class LastWords(pl.Callback):
         self._path = ckpt_save_path
         self._tft: Any = None
         self._trainer: Any = None
+        self._states: Any = None
+        """What Lightning calls once the loader is there."""
         self._data = Batches()
         self._stepped = 0
         """The Trainer's count of updates at the end of the newest step."""
@@ -191,11 +193,22 @@ class LastWords(pl.Callback):
         self._together = False
         """All ranks have to be done with what comes between two steps."""
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Optimizers come next, and may ask how many batches there are (`estimated_stepping_batches`)."""
+        if stage == "fit":
+            fit: Any = trainer.fit_loop
+            if fit._combined_loader is not None:
+                raise ConfigError(
+                    "the training loader was set up before the callbacks were, so lastwords does not know where it "
+                    "stands: leave out fit_loop.setup_data()"
+                )
+            self._trainer, self._states = trainer, fit._load_combined_loader_states
+            fit._load_combined_loader_states = self._loader_is_there
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Model and optimizers are there, and nothing has been drawn from the loader."""
+        """Model and optimizers are there, and no batch was taken from the loader."""
         _refuse(trainer, bool(_protected))
         _protected.append(trainer)
-        self._trainer = trainer
         strategy: Any = trainer.strategy
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         schedulers = {f"scheduler {place}": one.scheduler for place, one in enumerate(strategy.lr_scheduler_configs)}
@@ -230,12 +243,12 @@ class LastWords(pl.Callback):
             "on_run_start": epoch.on_run_start,
             "batch_over": epoch.on_advance_end,
             "epoch_over": fit.on_advance_end,
-            "loader": fit._load_combined_loader_states,
         }
         epoch.reset, epoch.on_run_start = self._epoch_resets, self._epoch_begins
         epoch.on_advance_end = self._batch_over
         fit.on_advance_end = self._epoch_over
-        fit._load_combined_loader_states = self._loader_is_there
+        if self._data.loader is not None:
+            self._data.known()
 
     # ------------------------------------------------------------------ in the loops' place
 
@@ -245,7 +258,7 @@ class LastWords(pl.Callback):
         loaders = trainer.fit_loop._combined_loader.flattened
         if len(loaders) != 1:
             raise ConfigError(f"lastwords knows where one training loader stands, and there are {len(loaders)}")
-        self._plain["loader"]()
+        self._states()
         self._data.ahead = trainer.fit_loop._combined_loader.limits[0] == float("inf")
         self._data.stand_in(loaders[0])
 

@@ -40,6 +40,7 @@ COUNTS = (
 
 _SHOWN_MAX = 4
 
+_ITERATOR = "_iterator"
 _EPOCH = "epoch"
 """What samplers and data sets call it: the argument of `set_epoch`."""
 
@@ -65,6 +66,7 @@ class RunLike(Protocol):
 class _At(NamedTuple):
     """Where an epoch stands: so many of its batches are used, and the streams of its begin and of the next fetch.
 
+    first: those of the first fetch, if anything was drawn between it and the begin.
     told: what samplers took for their epoch at its begin, by name. Some count on as soon as the last index is asked
     for, and workers ask for it long before the epoch ends.
     """
@@ -75,6 +77,7 @@ class _At(NamedTuple):
     fetch: Mapping[str, bytes] = {}
     ended: bool = False
     told: Mapping[str, int] = {}
+    first: Mapping[str, bytes] = {}
 
 
 class Batches:
@@ -84,7 +87,8 @@ class Batches:
     ahead: the loop fetches one batch more than it has trained on (accelerate's loaders do). In a resumed run the first
     iterator begins after the batches that were used, or is a new epoch if all of them were (of a loader without a
     length, if it was asked for more); samplers have to know their epoch by then (`set_epoch`). Before each fetch it
-    says `step_begin()`. ConfigError if it is not among the `local_extras` of a run that has started.
+    says `step_begin()`. ConfigError for a fetch if it is not among the `local_extras` of a run that has started; an
+    iterator may be made before.
     """
 
     def __init__(self, loader: Any = None, *, ahead: bool = False) -> None:
@@ -97,7 +101,9 @@ class Batches:
         self._at = _At()
         self._given = 0
         self._streams: dict[str, GeneratorState] = {}
-        self._opened = False
+        self._begun: Mapping[str, bytes] = {}
+        """Streams right after the newest epoch's begin."""
+        self._opened = self._said = False
 
     def join(self, loop: Callable[[], RunLike]) -> None:
         """It belongs to this run from now on. loop: asked for once the run has started."""
@@ -109,6 +115,11 @@ class Batches:
         if self._loop is not None:
             self._loop().know_loader(loader)
         loader.__class__ = type(self._plain.__name__, (self._plain,), {"__iter__": lambda loader: iter(self)})
+
+    def known(self) -> None:
+        """The run has started, and the loader stood in before."""
+        assert self._loop is not None
+        self._loop().know_loader(self.loader)
 
     @property
     def at_end(self) -> bool:
@@ -130,19 +141,34 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         if self._loop is None:
-            raise ConfigError("Batches has to be in local_extras= of lastwords.protect() before it is iterated over")
+            return self._early(self._new_epoch())
         loop = self._loop()
         if self._resumed is not None:
             return self._rest(loop)
         loop.begin_step()
         return self._whole(loop, self._new_epoch(loop))
 
+    def _early(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """An epoch whose iterator was made before the run started: in a resumed one that is for nothing."""
+        if self._loop is None:
+            raise ConfigError("Batches has to be in local_extras= of lastwords.protect() before it gives any batch")
+        loop = self._loop()
+        if self._resumed is not None:
+            self._opened = False
+            if _ITERATOR in (own_of(self.loader) or {}):
+                self.loader._iterator = None  # persistent workers, of another base seed
+            yield from self._rest(loop)
+            return
+        loop.begin_step()
+        self._look(loop)
+        yield from self._whole(loop, iterator)
+
     # ------------------------------------------------------------------ its state
 
     def state_dict(self) -> dict[str, Any]:
         """Of the batches that were used; those that are fetched in advance are not."""
         at = self._resumed or self._now()
-        streams = {"start": at.start, "fetch": at.fetch}
+        streams = {"start": at.start, "fetch": at.fetch, "first": at.first}
         return {
             "epoch": at.epoch,
             "used": at.used,
@@ -154,9 +180,11 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on there."""
-        start, fetch = ({key: one.numpy().tobytes() for key, one in state[name].items()} for name in ("start", "fetch"))
+        start, fetch, first = (
+            {key: one.numpy().tobytes() for key, one in state[name].items()} for name in ("start", "fetch", "first")
+        )
         told = {str(name): int(epoch) for name, epoch in state["told"].items()}
-        self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told)
+        self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told, first)
 
     def _now(self) -> _At:
         in_hand = self.ahead and not self._at.ended and self._given > 0
@@ -164,13 +192,13 @@ class Batches:
 
     # ------------------------------------------------------------------ an epoch
 
-    def _new_epoch(self, loop: RunLike) -> Iterator[Any]:
+    def _new_epoch(self, loop: RunLike | None = None) -> Iterator[Any]:
         """What is drawn as an iterator is made is drawn now."""
         self._look(loop)
         at = self._resumed or self._at
         told = {name: one.told for name, one in _epochs_of(self.loader).items()}
         self._resumed, self._given, self._at = None, 0, _At(at.epoch + 1, start=self._taken(), told=told)
-        if self._facts.persistent_workers and self._at.epoch > 1:
+        if loop is not None and self._facts.persistent_workers and self._at.epoch > 1:
             loop.not_exact(PERSISTENT)
         return self._open()
 
@@ -194,7 +222,9 @@ class Batches:
         while True:
             if self._given != self._facts.batches:  # else what comes now is the epoch's end, which belongs to a step
                 loop.begin_step()
-            self._at = self._at._replace(fetch=self._taken())
+            now = self._taken()
+            first = now if self._given == 0 and now != self._begun else self._at.first
+            self._at = self._at._replace(fetch=now, first=first)
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -215,6 +245,7 @@ class Batches:
         for name, one in _epochs_of(self.loader).items():
             own_of(one.holder)[one.key] = at.told.get(name, one.told)
         iterator = self._open()
+        self._put(at.first)
         put_back = partial(self._put, at.fetch or here)
         loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
         if at.fetch:
@@ -229,13 +260,17 @@ class Batches:
     def _open(self) -> Iterator[Any]:
         late, self._opened = not self._opened and self._at.epoch > 1, True
         with self._as_it_was():
-            return open_epoch(self.loader, self._facts, late=late)
+            iterator = open_epoch(self.loader, self._facts, late=late)
+        self._begun = self._taken()
+        return iterator
 
-    def _look(self, loop: RunLike) -> None:
+    def _look(self, loop: RunLike | None) -> None:
         """At the loader, once, and at the streams that it may draw from."""
         with self._as_it_was():
             if not self._streams:
                 self._facts = loader_facts(self.loader, sized=False)
+            if loop is not None and not self._said:
+                self._said = True
                 loop.know_data(self.loader)
                 loop.not_exact(*static_reasons(self.loader, self._facts, "refetch"))
             self._streams = _streams_of(self.loader)

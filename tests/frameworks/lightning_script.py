@@ -51,6 +51,11 @@ class Module(pl.LightningModule):
         norm = nn.LayerNorm(16) if CASE == "averaging" else nn.BatchNorm1d(12)
         self.rest = nn.Sequential(nn.Dropout(0.2), norm, nn.Linear(16, 32))
         self.mean, self.losses = MeanMetric(), [0.0]
+        self.means = nn.ModuleList([MeanMetric(), MeanMetric()])
+
+    def on_train_start(self) -> None:
+        if "hook draws" in CASE:
+            torch.rand(3)
 
     def on_train_batch_start(self, batch: Any, number: int) -> int | None:
         return -1 if "leaves epochs" in CASE and number == 7 - self.current_epoch else None
@@ -68,6 +73,10 @@ class Module(pl.LightningModule):
         if "metric" in CASE:
             self.mean.update(loss.detach())
             self.log("mean", self.mean, on_step=False, on_epoch=True)
+        if "nested metrics" in CASE:
+            for place, one in enumerate(self.means):
+                one.update(loss.detach() * place)
+                self.log(f"mean {place}", one, on_step=False, on_epoch=True)
         self.trainer.should_stop = "stops" in CASE and self.trainer.global_step == 8
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         if not TWO:
@@ -90,6 +99,10 @@ class Module(pl.LightningModule):
         if TWO:
             return [torch.optim.AdamW(self.words.parameters(), 1e-2), torch.optim.SGD(self.rest.parameters(), 1e-2)]
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        if "one cycle" in CASE:
+            total = self.trainer.estimated_stepping_batches
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=int(total))
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
         kind = "epoch" if "by epoch" in CASE else "step"
         return {
             "optimizer": optimizer,

@@ -168,6 +168,7 @@ def train(
     return found, kept, loop.reasons
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("at", [1, 4, 6, 7, 11, 12])
@@ -250,7 +251,41 @@ def test_whoever_iterates_over_the_loader_iterates_over_what_stands_in_for_it() 
 
 def test_it_has_to_belong_to_a_run() -> None:
     with pytest.raises(ConfigError, match="local_extras"):
-        iter(Batches(shuffled()))
+        next(iter(Batches(shuffled())))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["in the run", "before it starts"])
+@pytest.mark.parametrize("loader", ["shuffled", "with a generator", "counting", "own"])
+def test_what_is_drawn_between_an_epochs_begin_and_its_first_batch_changes_no_order(loader: str, early: bool) -> None:
+    def first_epoch(saved: Any = None) -> tuple[list[Any], Any]:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(1 if saved is None else 9)
+        made = LOADERS[loader]()
+        batches, loop = Batches(made), Loop(saved and saved[1], made)
+        iterator = iter(batches) if early else None
+        if saved is not None:
+            batches.load_state_dict(saved[0])
+            counting_in(made).epoch = saved[1][4]
+        batches.join(lambda: loop)
+        iterator = iterator or iter(batches)
+        torch.rand(3), random.random()  # a hook as training begins
+        done = [] if saved else [next(iterator) for _ in range(2)]
+        kept = batches.state_dict(), streams(made)
+        assert loop.reasons == []
+        return [*done, *iterator], kept
+
+    whole, kept = first_epoch()
+    assert first_epoch(kept)[0] == whole[2:]
+
+
+def test_an_iterator_that_was_made_before_the_run_draws_what_the_loaders_own_does() -> None:
+    torch.manual_seed(1)
+    early = iter(Batches(shuffled()))
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    plain = iter(shuffled())
+    assert torch.equal(after, torch.get_rng_state())
+    del early, plain
 
 
 class Counts(Sequence[int]):
