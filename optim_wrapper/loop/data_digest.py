@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lastwords.optim_wrapper.state.object_walk import is_users, own_of
+from lastwords.optim_wrapper.state.object_walk import own_of
+from lastwords.optim_wrapper.state.running import is_users
 
 SAMPLES = 64
 """Of what has more, so many at equal distances are looked at; of which samples a subset has, all."""

@@ -28,12 +28,11 @@ from lastwords.optim_wrapper.state.object_walk import (
     Beyond,
     Cell,
     Walk,
-    is_users,
     is_walked,
     memory_of,
     own_of,
 )
-from lastwords.optim_wrapper.state.running import locals_of, user_frames
+from lastwords.optim_wrapper.state.running import is_users, locals_of, user_frames
 
 _log = logging.getLogger(__name__)
 

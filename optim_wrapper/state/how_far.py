@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import gc
 import itertools
 import operator
@@ -21,7 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import DataLoader
 
+from lastwords.optim_wrapper.state.running import is_users
 from lastwords.optim_wrapper.tensors.tensor_tree import DICTS
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -38,6 +41,9 @@ _COUNTING = (*(type(iter(kind())) for kind in _COUNTED if kind is not range), ty
 
 _CDATA: Any = ctypes.c_int.__mro__[-2]
 _PYTHONS = ("builtins", "itertools")
+_BEHIND = 200
+_TRAINS = (torch.nn.Module, torch.optim.Optimizer, DataLoader)
+_NOTHING_BEHIND = (*_TRAINS, torch.Tensor, np.ndarray, types.ModuleType, types.FunctionType, type)
 
 _HIDDEN = itertools.count()
 """Differs each time, for what does not show where it is."""
@@ -71,11 +77,15 @@ def is_the_loops(kind: type[Any], path: str) -> bool:
 
 def _given(one: Any) -> Any:
     """How many items torch's iterator over a loader has given."""
+    return _own(one).get("_num_yielded", "?")
+
+
+def _own(one: Any) -> dict[str, Any]:
     try:
         own = object.__getattribute__(one, "__dict__")
     except AttributeError:
-        return "?"
-    return own.get("_num_yielded", "?") if type(own) is dict else "?"
+        return {}
+    return own if type(own) is dict else {}
 
 
 def digest(parts: Iterable[Any], depth: int) -> str:
@@ -113,6 +123,35 @@ def which(value: Any) -> str:
         return f"{WHICH}{xxhash.xxh3_64_hexdigest(bytes(memoryview(value)))}"
     held = _held_in(value)
     return "" if held is None else f"{WHICH}{digest(held, 0)}"
+
+
+def behind(value: Any) -> str:
+    """What differs once an object of the user's has changed to which this leads; "" if there is none.
+
+    Not in what trains (an object that has the model, the optimizer or a loader): it changes with each step anyway.
+    """
+    parts: list[str] = []
+    seen: set[int] = set()
+    todo = deque([value])
+    while todo and len(seen) < _BEHIND:
+        one = todo.popleft()
+        kind = type(one)
+        if id(one) in seen or kind in ATOMS or issubclass(kind, _NOTHING_BEHIND):
+            continue
+        seen.add(id(one))
+        if kind in SEQUENCES or kind in DICTS:
+            todo.extend(islice(one.values() if kind in DICTS else one, _INNER_ITEMS))
+        elif kind is types.MethodType:
+            todo.append(one.__self__)
+        elif kind is functools.partial:
+            todo.extend([one.func, *one.args, *one.keywords.values()])
+        elif own := _own(one):
+            held = [*own.values()]
+            users = is_users(kind)
+            if not users or not any(issubclass(type(item), _TRAINS) for item in held):
+                todo.extend(held)
+                parts += [digest(held, 0)] if users else []
+    return xxhash.xxh3_64_hexdigest(" ".join(parts).encode()) if parts else ""
 
 
 def _held_in(one: Any) -> Iterable[Any] | None:

@@ -16,7 +16,6 @@ import enum
 import functools
 import inspect
 import random
-import sys
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -36,6 +35,7 @@ from lastwords.optim_wrapper.state.how_far import (
     ATOMS,
     SEQUENCES,
     WHICH,
+    behind,
     digest,
     has,
     how_far,
@@ -45,7 +45,7 @@ from lastwords.optim_wrapper.state.how_far import (
 )
 from lastwords.optim_wrapper.state.running import (
     called,
-    is_of_the_user,
+    is_users,
     locals_of,
     named_modules,
     user_frames,
@@ -68,6 +68,7 @@ _ADDRESSES_FROM = 1 << 16
 ID, DATA_PTR = "id", "data_ptr"
 """Kinds of a `Place` that stands for an integer."""
 
+_LOADERS = "loader."
 _OURS = ("lastwords", "logging")
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 _SAMPLES = 16
@@ -210,6 +211,8 @@ class Walk:
         self._memory: dict[int, str] = {}
         self._origin: dict[str, tuple[str, str]] = {}
         self._at = "", ""
+        self._addresses: dict[tuple[str, str], set[int]] = {}
+        """Integers that may be addresses of what is not met yet, by their cells."""
         self._queue: deque[tuple[str, Any]] = deque()
         self._go()
 
@@ -218,6 +221,7 @@ class Walk:
             if own_of(root) is not None and not issubclass(type(root), _NO_DATA):  # a loader's class may be anybody's
                 self._meet(name, root)
         self._go_on()
+        self._tell_late_addresses()
 
     def part(self, way: Mapping[str, Collection[str]]) -> Self:
         """The same walk as of now, as far as this `way_to` goes; objects that are new are looked at as a whole.
@@ -274,6 +278,12 @@ class Walk:
                 self._look_into(path, one)
             except Exception as error:  # of an object that nobody has foreseen: handed to the ledger
                 self.odd[path] = f"{error!r:.200}"
+
+    def _tell_late_addresses(self) -> None:
+        """Of what was met after an integer that is its `id()` had been told."""
+        for name, values in [*self._addresses.items()]:
+            if name in self.cells and not values.isdisjoint(self._paths):
+                self.see(*name)
 
     def _look_into(self, path: str, one: Any) -> None:
         module = issubclass(type(one), torch.nn.Module)
@@ -350,7 +360,7 @@ class Walk:
             return CODE
         if issubclass(kind, _NO_DATA):
             self._code(value, path, depth)
-            return CODE
+            return self._opaque(CODE, value, path)
         if issubclass(kind, enum.Enum):
             return Place(_kind(value), f"{MEMBER}{own_of(value)['_name_']}")
         if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
@@ -377,7 +387,12 @@ class Walk:
             return Place("", how_far(value)) if self._values and not is_the_loops(kind, path) else CODE
         if parts_of(value) is not None or is_storable(value):
             return value
-        return Place("", f"{_kind(value)}{which(value)}")
+        return self._opaque(Place("", f"{_kind(value)}{which(value)}"), value, path)
+
+    def _opaque(self, told: Place, value: Any, path: str) -> Place:
+        """What a loader calls (a library's object, a method, a `partial`) is another one once what it uses is."""
+        held = behind(value) if self._values and path.startswith(_LOADERS) else ""
+        return Place("", f"{_kind(value)}{WHICH}{held}") if held else told
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         self.code.append((path, value))
@@ -389,6 +404,8 @@ class Walk:
         if value in self._paths:
             return Place(self._paths[value], ID)
         name = self._pointers.get(value)
+        if name is None:
+            self._addresses.setdefault(self._at, set()).add(value)
         return value if name is None else Place(name, DATA_PTR)
 
     def _elsewhere(self, value: Any, path: str) -> Place | None:
@@ -728,11 +745,6 @@ def fill(one: Any, content: Any) -> None:
     kind = next(kind for kind in _CONTENTS if issubclass(type(one), kind))
     kind.clear(one)
     (kind.extend if kind in SEQUENCES else kind.update)(one, content)
-
-
-def is_users(kind: type[Any]) -> bool:
-    home = sys.modules.get(str(kind.__module__))
-    return home is None or is_of_the_user(vars(home))
 
 
 def is_attribute(one: Any, key: str) -> bool:

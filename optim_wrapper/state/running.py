@@ -34,6 +34,12 @@ def _is_of_the_user(module: str, file: str) -> bool:
     return module.partition(".")[0] not in _OUTSIDE and not installed
 
 
+def is_users(kind: type[Any]) -> bool:
+    """Whether a class is the user's own."""
+    home = sys.modules.get(str(kind.__module__))
+    return home is None or is_of_the_user(vars(home))
+
+
 def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names of the user's modules, and their global names."""
     seen: set[int] = set()

@@ -55,6 +55,9 @@ CASES = {
         "schedules csv": ("1:4:fwd", "0:14:fwd", "1:17:win"),
         "leaves epochs draws": ("1:2:fwd", "0:4:fwd", "1:6:evaluating", "0:8:win"),
         "stream": ("1:4:fwd", "0:11:win"),
+        "one cycle hook draws": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
+        "one cycle hook draws workers": ("1:4:fwd", "0:9:fwd"),
+        "nested metrics": ("1:4:fwd", "0:11:fwd"),
         "overfits timed": ("1:2:fwd", "0:2:evaluating", "0:2:epoch", "1:4:fwd", "0:4:evaluating"),
     },
 }
@@ -199,7 +202,11 @@ def test_what_is_not_known_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(
     ("library", "case", "name"),
-    [("transformers", "augmented", "loader.dataset.seen"), ("lightning", "own sampler", "loader.sampler.asked")],
+    [
+        ("transformers", "augmented", "loader.dataset.seen"),
+        ("transformers", "own collator", "loader.collate_fn"),
+        ("lightning", "own sampler", "loader.sampler.asked"),
+    ],
 )
 def test_a_loader_that_counts_as_it_is_iterated_over_is_named(
     library: str, case: str, name: str, whole: Callable[[str, str], Path], tmp_path: Path

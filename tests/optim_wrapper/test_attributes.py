@@ -370,6 +370,15 @@ def test_classes_of_installed_packages_are_left_alone_but_for_those_of_torchs_ki
     assert walk.cells["loader.dataset", "cache"].told == Place("", "logging.LogRecord")
 
 
+def test_what_is_known_by_the_id_of_an_object_that_is_met_later_is_known_by_its_path() -> None:
+    net = torch.nn.Module()
+    net.names = {}
+    net.blocks = torch.nn.ModuleList([torch.nn.ModuleList([torch.nn.Identity()])])
+    net.names = {id(net.blocks[0][0]): "inner", 1 << 40: "a number"}
+    walk = Walk({"model": net}, {})
+    assert walk.cells["model", "names"].told == {Place("model.blocks.0.0", "id"): "inner", 1 << 40: "a number"}
+
+
 def test_the_walk_ends_somewhere_and_runs_nobodys_code(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loud:
         def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lastwords.optim_wrapper.loop import data_position
 from lastwords.optim_wrapper.loop.data_position import known_at_resume
+from tests import golden
 from tests.ledgers import told
 from tests.optim_wrapper.test_loader_changes import data_of
 from tests.optim_wrapper.test_steps import BATCH, BATCHES, SAMPLES, Run, after, forget, resumed, seeded, whole_run
@@ -37,6 +39,7 @@ def counting() -> Any:
     return DataLoader(Counting(), BATCH, shuffle=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("epoch", "step"), [(1, 1), (1, 3), (2, 2), (1, BATCHES), (2, BATCHES)])
 def test_a_data_set_that_counts_what_it_gives_goes_on_counting(epoch: int, step: int) -> None:
     """Its done batches are not fetched again, so that nothing counts there."""
@@ -96,6 +99,78 @@ def test_a_loader_of_an_installed_package_goes_on_in_its_order_and_counts_on(epo
     again = resumed(whole, make, epoch, step, epochs=4)
     assert again.record == after(whole.record, epoch, step)
     assert told(again) == []
+
+
+class Collator:
+    """Says how many batches it has made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, rows: Any) -> Any:
+        self.made += 1
+        return torch.stack([torch.as_tensor(row) for row in rows]) + self.made
+
+    collate = __call__
+
+
+class Calls:
+    """Of an installed package: it calls what it holds."""
+
+    __module__ = pytest.__name__
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __call__(self, rows: Any) -> Any:
+        return self.of[0](rows)
+
+
+BEHIND: dict[str, Callable[[Collator], Any]] = {
+    "library": Calls,
+    "two libraries": lambda collator: Calls(Calls(collator)),
+    "partial": functools.partial,
+    "method": lambda collator: collator.collate,
+    "method in a library": lambda collator: Calls(collator.collate),
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_a_collator_that_counts_behind_what_is_not_looked_at_is_told(behind: str) -> None:
+    def make() -> Any:
+        return DataLoader(range(SAMPLES), BATCH, collate_fn=BEHIND[behind](Collator()))  # type: ignore[arg-type]
+
+    whole = whole_run(make, epochs=3)
+    again = resumed(whole, make, 2, 2, epochs=3)
+    assert again.record != after(whole.record, 2, 2)
+    golden.says("\n".join(told(whole.attributes)))
+
+
+def test_a_collator_that_counts_goes_on_counting() -> None:
+    def make() -> Any:
+        return DataLoader(range(SAMPLES), BATCH, collate_fn=Collator())  # type: ignore[arg-type]
+
+    whole = whole_run(make, epochs=3)
+    again = resumed(whole, make, 2, 2, epochs=3)
+    assert again.record == after(whole.record, 2, 2)
+    assert told(again) == []
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_what_does_not_change_behind_it_is_not_told(behind: str) -> None:
+    class Constant(Collator):
+        def __call__(self, rows: Any) -> Any:
+            return torch.stack([torch.as_tensor(row) for row in rows])
+
+        collate = __call__
+
+    def make() -> Any:
+        return DataLoader(range(SAMPLES), BATCH, collate_fn=BEHIND[behind](Constant()))  # type: ignore[arg-type]
+
+    whole = whole_run(make, epochs=3)
+    again = resumed(whole, make, 2, 2, epochs=3)
+    assert again.record == after(whole.record, 2, 2)
+    assert told(whole.attributes) == told(again.attributes) == told(again) == []
 
 
 # ------------------------------------------------------------------ draws
