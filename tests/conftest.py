@@ -141,7 +141,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests with processes of their own come first: they are the long ones, and wait while others compute."""
-    selection.leave_to_ci(items, complete=not any("::" in one for one in config.args))
+    some = getattr(config.option, "lf", False) or any("::" in one for one in config.args)
+    selection.leave_to_ci(items, complete=not some)
     items.sort(key=lambda item: item.get_closest_marker("process") is None)
 
 

@@ -181,7 +181,8 @@ class Batches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on there."""
         start, fetch, first = (
-            {key: one.numpy().tobytes() for key, one in state[name].items()} for name in ("start", "fetch", "first")
+            {key: one.numpy().tobytes() for key, one in {"first": {}, **state}[name].items()}
+            for name in ("start", "fetch", "first")
         )
         told = {str(name): int(epoch) for name, epoch in state["told"].items()}
         self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told, first)
