@@ -1,8 +1,9 @@
-"""Real shortages, of this process: nothing more of a kind can be had inside."""
+"""Real shortages, of this process: nothing more of a kind can be had inside. And what it has open."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import threading
@@ -10,6 +11,17 @@ from collections.abc import Iterator
 
 TOO_LARGE = 1 << 47
 """A stack of 128 TiB fits into no address space, so pthread_create fails as it does at the limit of processes."""
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Descriptors with what they lead to. A test that leaves none open has no more (`<=`) after it than before: what
+    earlier tests in the process have forgotten is closed at any time."""
+    gc.collect()
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the directory itself
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
 @contextlib.contextmanager

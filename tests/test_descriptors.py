@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 from lastwords import descriptors
 from lastwords.errors import UnavailableError, is_shortage
 from tests import golden
-from tests.shortage import no_descriptors
+from tests.shortage import no_descriptors, open_files
 
 ALLOW = """
 import logging, resource, sys
@@ -34,14 +33,10 @@ def test_the_limit_is_raised_where_it_is_too_low_and_told_where_that_is_not_enou
         golden.says(found.stderr)
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_where_there_are_too_few_for_grpc_that_is_said_and_none_is_taken() -> None:
     before = open_files()
     with golden.raises(UnavailableError) as caught, no_descriptors():
         descriptors.look_for_grpc()
     assert is_shortage(caught.value)
     descriptors.look_for_grpc()
-    assert open_files() == before
+    assert open_files() <= before
