@@ -80,6 +80,7 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
     spec.check()
     if not sys.executable:
         raise ConfigError("sys.executable is not set, so the controller's process cannot be started")
+    os.close(process_id.open_pidfd(os.getpid()))
     handover.await_address(spec.ip, spec.port)
     handover.await_publications(spec)
     return _start(spec, spec.to_json(), token, ready_timeout_s)

@@ -37,6 +37,7 @@ from lastwords.integrations import auto
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.host import HowLeft, Program
 from lastwords.launcher.recovery import ending
+from lastwords.liveness import process_id
 from lastwords.optim_wrapper.launch.reporter import AUTO, peer
 from lastwords.processor.departure import EXIT_SAVED, say
 from lastwords.processor.signals import UNHANDLED_STOPS
@@ -221,6 +222,7 @@ def _run(argv: Sequence[str]) -> None:
         )
     if arguments.standalone:
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+        arguments.local_addr = arguments.local_addr or "localhost"  # torch would take a name that may not resolve
     if arguments.master_port is None:
         arguments.master_port = 29500
     with _refusals():
@@ -236,6 +238,7 @@ def _run(argv: Sequence[str]) -> None:
             raise ConfigError("--auto is for Python scripts, and --no-python says that this is none")
         os.environ[AUTO] = "1"
     ranks = f"{config.nproc_per_node} ranks of this host and {most} hosts"
+    os.close(process_id.open_pidfd(os.getpid()))  # of no use where that is not allowed
     descriptors.allow(FILES_PER_RANK * config.nproc_per_node + most + FILES_RESERVED, ranks)
     meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
     claimed = claim([command, *map(str, command_arguments)], meeting, most)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from lastwords import clock, threads
 from lastwords.errors import UnavailableError
-from lastwords.liveness.process_id import is_alive
+from lastwords.liveness.process_id import is_alive, open_pidfd
 from lastwords.vocabulary import ProcessId
 
 _log = logging.getLogger(__name__)
@@ -58,11 +58,9 @@ class PidWatcher:
         Raises UnavailableError where the kernel has no pidfds or does not allow them, or is short of something.
         """
         try:
-            fd = os.pidfd_open(process.pid)
+            fd = open_pidfd(process.pid)
         except ProcessLookupError:
             fd = -1
-        except OSError as error:
-            raise UnavailableError(f"cannot watch process {process.pid}: pidfd_open: {error.strerror}") from error
         if fd >= 0 and not is_alive(process):  # looked at after the open: from here on the pid cannot be reused
             os.close(fd)
             fd = -1

@@ -6,6 +6,7 @@ Reads /proc only. `start_ticks` is field 22 of /proc/PID/stat, see proc(5).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from pathlib import Path
@@ -43,6 +44,22 @@ def start_ticks(pid: int) -> int | None:
     if fields[0] in (b"Z", b"X", b"x"):
         return None
     return int(fields[19])
+
+
+def open_pidfd(pid: int) -> int:
+    """See pidfd_open(2). Raises ProcessLookupError, and UnavailableError where the system refuses."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        advice = ""
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            advice = (
+                "; lastwords needs Linux 5.3 or newer and, in a container, a seccomp profile that allows this call "
+                "(docker 20.10 and newer; elsewhere --security-opt seccomp=unconfined)"
+            )
+        raise UnavailableError(f"cannot watch process {pid}: pidfd_open: {error.strerror}{advice}") from error
 
 
 def is_handled(pid: int, number: int) -> bool:
