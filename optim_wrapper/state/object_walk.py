@@ -19,7 +19,7 @@ import random
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -666,8 +666,8 @@ def _samples(value: Any) -> str:
     elif kind is deque:
         found = [value[at] for at in (*range(_SAMPLES // 2), *range(-_SAMPLES // 2, 0))]
     else:
-        found = [*islice(value.items() if kind in DICTS else value, _SAMPLES)]
-    return repr([one if kind in DICTS or type(one) in ATOMS else type(one).__name__ for one in found])[:1000]
+        found = [*islice(chain.from_iterable(value.items()) if kind in DICTS else value, _SAMPLES)]
+    return repr([one if type(one) in ATOMS else type(one).__name__ for one in found])[:1000]
 
 
 def _is_a_librarys(generator: Any) -> bool:

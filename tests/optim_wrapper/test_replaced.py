@@ -291,6 +291,19 @@ def test_what_is_told_by_less_than_its_content_is_seen_to_change() -> None:
     assert [one.split()[2] for one in sorted(told(watch))] == ["model.large", "model.recent", "model.table"]
 
 
+def test_of_a_large_container_no_code_of_its_items_runs() -> None:
+    class Item:
+        def __repr__(self) -> str:
+            raise AssertionError
+
+    net = made(table={Item(): Item() for _ in range(2000)}, row=[Item()] * 2000)
+    watch = watched(net)
+    net.table[0] = 0
+    watch.look()
+    watch.document()
+    assert [one.split()[2] for one in told(watch)] == ["model.table"]
+
+
 def test_items_of_large_containers_cost_nothing_and_documents_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_walk, "ALL_ITEMS_MAX", 5000)
     net = made(samples=list(range(300_000)), where={"at": 0})

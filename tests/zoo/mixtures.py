@@ -13,7 +13,7 @@ from tests.zoo import recipes, recipes_strangers
 from tests.zoo.loop import CARDS, EXCLUSIVE, NO_NAME, Card, Loop, Words
 from tests.zoo.recipes_ddp import ValidateInner
 from tests.zoo.recipes_moving import Lazy, Moco, SamByHand
-from tests.zoo.recipes_optimizing import GrowGroups
+from tests.zoo.recipes_optimizing import GradientNoise, GrowGroups
 from tests.zoo.recipes_schedules import Averaged, SwaSwitch
 
 assert recipes.__doc__
@@ -73,6 +73,8 @@ def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
     words = []
     if has(Lazy) and step == 2 and phase in ("fwd", "bwd"):  # it came in step 1, and moves for the first time
         words.append("its first change was seen after the step's copy was taken")
+    if has(GradientNoise) and step % 4 == 0 and phase != "fwd":  # the only step in which it draws
+        words.append("rng")
     if has(SamByHand, GrowGroups) and phase != "fwd":  # SAM moves weights that no optimizer has, which are each rank's
         words.append("may have been about to change")
     if has(Moco, ValidateInner) and step + 1 >= 2 * Loop.per_epoch and phase in ("bwd", "mid", "win", "epoch"):
