@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from lastwords.controller.words import NAMED_RANKS_MAX, NAMED_UNITS_MAX, ranks_text, units_text
+from lastwords.errors import some
 from lastwords.vocabulary import SHARES_MAX, Phase, Share, Stand, whole_units
 
 # What selection is told and what it answers: plain values, and how they are said.
@@ -202,9 +203,8 @@ def lost_text(views: Mapping[int, RankView], units: Sequence[str], step: int) ->
 def obstacle_text(views: Mapping[int, RankView], unit: str, step: int) -> str:
     """Why this unit cannot be had at `step`: each of its ranks, and what is the matter with it."""
     owners = sorted((view for view in views.values() if unit in view.units), key=lambda view: view.rank)
-    named = ", ".join(f"rank {view.rank} {_absence(view)}" for view in owners[:NAMED_RANKS_MAX])
-    more = f" and {len(owners) - NAMED_RANKS_MAX} more" if len(owners) > NAMED_RANKS_MAX else ""
-    return f"{unit} cannot be saved at step {step}: {named}{more}"
+    absent = (f"rank {view.rank} {_absence(view)}" for view in owners)
+    return f"{unit} cannot be saved at step {step}: {some(absent, NAMED_RANKS_MAX)}"
 
 
 def _absence(view: RankView) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from lastwords.controller.events import NewestKnown
+from lastwords.errors import some
 
 NAMED_RANKS_MAX: Final = 8
 """A line names at most this many ranks; a job may have thousands."""
@@ -26,8 +27,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
         return f"rank {ordered[0]}"
     if len(ordered) <= NAMED_RANKS_MAX:
         return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
-    named = ", ".join(map(str, ordered[:NAMED_RANKS_MAX]))
-    return f"ranks {named} and {len(ordered) - NAMED_RANKS_MAX} more"
+    return f"ranks {some(ordered, NAMED_RANKS_MAX)}"
 
 
 def first_texts(texts: Iterable[str], between: str = "; ") -> str:

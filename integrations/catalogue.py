@@ -25,7 +25,7 @@ from lastwords.checkpoint.reshard.saved_state import (
     units_of,
 )
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, some
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
 from lastwords.optim_wrapper.tensors.tensor_tree import MAKE
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -203,11 +203,10 @@ def catalogue(checkpoint: Checkpoint, units: Collection[str] = (), *, clash_by_u
     clashes = _clashes(chosen)
     ambiguous = {name: among for name, among in clashes.items() if not name.startswith("optim/")}
     if ambiguous and not clash_by_unit:
-        text = "; ".join(f"{name} in {' and '.join(among)}" for name, among in sorted(ambiguous.items())[:_SHOWN_MAX])
-        more = f" and {len(ambiguous) - _SHOWN_MAX} more" if len(ambiguous) > _SHOWN_MAX else ""
+        among = (f"{name} in {' and '.join(units)}" for name, units in sorted(ambiguous.items()))
         raise ConfigError(
-            f"in {path} one name refers to different tensors: {text}{more}. This is usual for pipeline stages and "
-            "hand-cut shards; select units with units= (on the command line --unit)"
+            f"in {path} one name refers to different tensors: {some(among, _SHOWN_MAX, '; ')}. This is usual for "
+            "pipeline stages and hand-cut shards; select units with units= (on the command line --unit)"
         )
     parts = [_apart(name, unit, clashes) for name, unit in chosen.items()]
     parts.append(buffers_of_ranks(_local_specs(manifest, chosen), parts))

@@ -13,7 +13,7 @@ import torch
 from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import ConfigError, MismatchError
+from lastwords.errors import ConfigError, MismatchError, some
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.optim_wrapper.state.state_view import unwrap
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, overwrite
@@ -129,11 +129,10 @@ def _match(model: torch.nn.Module, places: list[_ModelPlace], found: Catalogue, 
         place.whole = whole
     extra = [name for name, whole in found.parameters.items() if whole.name not in used] if strict else []
     if missing or extra or different:
-        lines = [f"not in the checkpoint: {_some(missing)}"] if missing else []
-        lines += [f"not in the model: {_some(extra)} (strict=False ignores them)"] if extra else []
-        lines += [f"of another shape: {_some([f'{name} ({text})' for name, text in different.items()])}"] * bool(
-            different
-        )
+        lines = [f"not in the checkpoint: {some(missing, _SHOWN_MAX)}"] if missing else []
+        lines += [f"not in the model: {some(extra, _SHOWN_MAX)} (strict=False ignores them)"] if extra else []
+        others = some((f"{name} ({text})" for name, text in different.items()), _SHOWN_MAX)
+        lines += [f"of another shape: {others}"] if different else []
         raise MismatchError(
             f"{path} does not fit this {type(model).__name__}, and nothing was changed: {'; '.join(lines)}. Build the "
             "model that was trained, with the same sizes",
@@ -141,11 +140,6 @@ def _match(model: torch.nn.Module, places: list[_ModelPlace], found: Catalogue, 
             extra=extra,
             different=different,
         )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN_MAX
-    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _materialise(place: _ModelPlace, device: torch.device | str | None) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from lastwords.errors import some
 
 REPEATS_MIN = 2
 """So many equal distances in a row make a period, where it is longer than one step; so many ends of epochs a habit."""
@@ -147,16 +148,3 @@ def about_to_change(found: Mapping[str, str]) -> list[str]:
     for name, why in found.items():
         by_why.setdefault(why, []).append(name)
     return [f"{some(names)} may have been about to change; this {why}" for why, names in by_why.items()]
-
-
-_SHOWN_MAX = 3
-
-
-def some(names: Iterable[Any]) -> str:
-    """
-    >>> some("abcde")
-    'a, b, c and 2 more'
-    """
-    every = [*names]
-    more = f" and {len(every) - _SHOWN_MAX} more" if len(every) > _SHOWN_MAX else ""
-    return ", ".join(map(str, islice(every, _SHOWN_MAX))) + more

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from lastwords.errors import ConfigError, LastWordsError, StorageError, named
+from lastwords.errors import ConfigError, LastWordsError, StorageError, named, some
 from lastwords.sharding.declare import Unit, check_units
 from lastwords.sharding.grouping import Alike, Division, divide
 from lastwords.sharding.pieces import Members, Piece, UnitTable
@@ -210,18 +210,14 @@ def _read_all(world: WorldLike, prefix: str, ranks: Sequence[int], declared: str
             text = zlib.decompress(base64.b85decode(packed["zlib"]))
             lists[word["list"]] = [Piece.from_json(item) for item in json.loads(text)], [rank]
     if len(paths) > 1:
-        some = "; ".join(f"rank {_some(those)}: {path!r}" for path, those in list(paths.items())[:_SHOWN_MAX])
-        more = f"; and {len(paths) - _SHOWN_MAX} more" if len(paths) > _SHOWN_MAX else ""
+        named = (f"rank {some(those, _SHOWN_MAX)}: {path!r}" for path, those in paths.items())
         problem = problem or (
-            f"the ranks have different paths ({some}{more}); only one file is written: pass the same path on every rank"
+            f"the ranks have different paths ({some(named, _SHOWN_MAX, '; ')}); only one file is written: "
+            "pass the same path on every rank"
         )
     if problem:
         raise ConfigError(problem)
     return dict(lists)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:_SHOWN_MAX])) + (", ..." if len(ranks) > _SHOWN_MAX else "")
 
 
 def _refuse_equal_keys(pieces: Sequence[Piece]) -> None:

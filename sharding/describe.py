@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from lastwords.errors import some
 from lastwords.sharding.pieces import UnitTable
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -83,9 +84,9 @@ def warnings_of(table: UnitTable, *, copied: bool = False) -> list[str]:
             "process, but not its host, nor all processes there"
         )
     elif alone:
-        some = ", ".join(alone[:4]) + (f" and {len(alone) - 4} more" if len(alone) > 4 else "")
+        named = some(alone, 4)
         found.append(
-            f"no redundancy: {len(alone)} of {len(table.units)} units have one holder ({some}). If that process is "
+            f"no redundancy: {len(alone)} of {len(table.units)} units have one holder ({named}). If that process is "
             "killed, its part of the state is lost and nothing can be saved; an exception or a signal, which loses no "
             "process, still saves everything. copy=True keeps copies that outlive a process; HSDP has replicas"
         )

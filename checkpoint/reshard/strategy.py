@@ -48,6 +48,7 @@ from lastwords.errors import (
     NotTextError,
     StorageError,
     StrategyError,
+    some,
 )
 
 WORLD_SIZE_MAX = 1 << 20
@@ -334,10 +335,9 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
     holders = {rank for cut in tensors.values() for held in cut.held for rank in held.ranks}
     if len(holders) < joined.world_size:
         idle = [rank for rank in range(joined.world_size) if rank not in holders]
-        some = ", ".join(map(str, idle[:_SHOWN_MAX])) + (", ..." if len(idle) > _SHOWN_MAX else "")
         raise StrategyError(
             f"according to the strategies in {source}, these of {joined.world_size} ranks hold no tensor: "
-            f"{some}; the file of their stage is probably missing"
+            f"{some(idle, _SHOWN_MAX)}; the file of their stage is probably missing"
         )
     save_strategy_file(joined, target, os)
 
@@ -463,8 +463,8 @@ def refuse_another_model(source: Strategy, wanted: Strategy) -> None:
     }
     if not (missing or extra or different):
         return
-    parts = [f"only the source has {_some(missing)}"] if missing else []
-    parts += [f"only the destination has {_some(extra)}"] if extra else []
+    parts = [f"only the source has {some(missing, _SHOWN_MAX)}"] if missing else []
+    parts += [f"only the destination has {some(extra, _SHOWN_MAX)}"] if extra else []
     parts += [f"{name} is {what}" for name, what in sorted(different.items())[:_SHOWN_MAX]]
     raise MismatchError(
         f"the strategies describe different models: {'; '.join(parts)}. Use the strategy of a job with the same model",
@@ -478,11 +478,6 @@ def _parameter_of(name: str, cut: Cut) -> str:
     """FQN of a state entry, with or without a key."""
     rest = name.removeprefix("optim/")
     return rest.rpartition("/")[0] if cut.dtype else rest
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
-    return ", ".join(names[:_SHOWN_MAX]) + more
 
 
 def _held_of(name: str, cut: Cut, source: Strategy, wanted: Strategy) -> tuple[Held, ...]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from lastwords.errors import MismatchError
+from lastwords.errors import MismatchError, some
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, tensor_of, unstorable
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.state.state_view import buffers_in, own_name
@@ -280,8 +280,7 @@ class ExtraBuffers:
             twin.write(copy)
         if not missing:
             return ()
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return (f"this rank's own {missing[0]}{more} were not saved, or with a different shape or dtype than here",)
+        return (f"this rank's own {some(missing, 1)} were not saved, or with a different shape or dtype than here",)
 
 
 def _is_small(module: torch.nn.Module, tensor: torch.Tensor, bytes_max: int) -> bool:

@@ -21,7 +21,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import local_tensor_name, unit_tensor_name
 from lastwords.checkpoint.meta import COMMITTED, NO_STATE, TENTATIVE, Habits, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, share_of
-from lastwords.errors import IncompleteError, LastWordsError, StorageError, named
+from lastwords.errors import IncompleteError, LastWordsError, StorageError, named, some
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
@@ -33,7 +33,7 @@ from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_diffe
 from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, bytes_of, staged_bytes
 from lastwords.processor.box_layout import BoxReader, HeldFiles, SlotCopy, SlotKind
-from lastwords.processor.recurrence import Late, about_to_change, some
+from lastwords.processor.recurrence import Late, about_to_change
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.sharding.dtensor import local_of

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords import clock
 from lastwords.checkpoint.meta import Marks
-from lastwords.errors import MismatchError
+from lastwords.errors import MismatchError, some
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, tensor_of
 from lastwords.optim_wrapper.capture.device_copies import DeviceMark, DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_diffe
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, overwrite, problem_of, staged_bytes
 from lastwords.processor.black_box import RegionCopy
-from lastwords.processor.recurrence import Forecast, Late, some
+from lastwords.processor.recurrence import Forecast, Late
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of
 from lastwords.torch_private import foreach_copy
@@ -289,7 +289,7 @@ class BoundaryCopies:
 
     def _tell(self, took_s: float) -> None:
         nbytes = sum(self._live[name].nbytes for name in self._untold if name in self._live)
-        which = f"the {self._untold[0]}" + (f" and {len(self._untold) - 1} more" if len(self._untold) > 1 else "")
+        which = f"the {some(self._untold, 1)}"
         self._untold = []
         _log.log(
             logging.WARNING if nbytes >= MUCH_BYTES else logging.INFO,

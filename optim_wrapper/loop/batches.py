@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, some
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
     len_of,
@@ -37,8 +37,6 @@ COUNTS = (
     "to iterate over the loader changes {}, so where a run goes on in the middle of an epoch other batches may come; "
     "let them depend on the epoch (set_epoch) or on a random generator instead"
 )
-
-_SHOWN_MAX = 4
 
 _ITERATOR = "_iterator"
 _EPOCH = "epoch"
@@ -254,7 +252,7 @@ class Batches:
             self._given += 1
         now = _counted(self.loader)
         if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-            loop.not_exact(COUNTS.format(", ".join(counts[:_SHOWN_MAX])))
+            loop.not_exact(COUNTS.format(some(counts)))
         self._put(here)
         return iterator, in_hand
 

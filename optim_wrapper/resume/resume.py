@@ -30,7 +30,7 @@ from lastwords.checkpoint.meta import (
     Tree,
     groups_of,
 )
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, some
 from lastwords.optim_wrapper.capture.buffers import SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -180,12 +180,10 @@ def resume_from(
                 "what the saved run's loop had changed beside its state is not all known: it took too long to look"
             )
         if names:
-            more = f" and {len(names) - _BESIDE_SHOWN} more" if len(names) > _BESIDE_SHOWN else ""
             _log.warning(
-                "lastwords: the saved run's loop had changed %s%s, which no checkpoint has: what of it the loop "
+                "lastwords: the saved run's loop had changed %s, which no checkpoint has: what of it the loop "
                 "reads belongs into extras and their state_dict()",
-                ", ".join(names[:_BESIDE_SHOWN]),
-                more,
+                some(names, _BESIDE_SHOWN),
             )
     return resumed
 

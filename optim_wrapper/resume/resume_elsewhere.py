@@ -33,7 +33,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import SavedUnit, units_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import FormatError, MismatchError
+from lastwords.errors import FormatError, MismatchError, some
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
@@ -280,10 +280,9 @@ def refuse_left_overs(world: World, key: str, saved: Collection[str], recorder: 
                 missing &= {*world.read(f"{key}/left/{rank}", STORE_WAIT_S, f"rank {rank} to resume")["left"]}
         if missing:
             shown = sorted(missing)
-            more = f" and {len(shown) - _SHOWN_MAX} more" if len(shown) > _SHOWN_MAX else ""
             raise MismatchError(
                 f"the checkpoint does not fit this {type(recorder.view.model).__name__}; nothing was changed. Only in "
-                f"the checkpoint: {', '.join(shown[:_SHOWN_MAX])}{more}. Build the model as the saved run did, or "
+                f"the checkpoint: {some(shown, _SHOWN_MAX)}. Build the model as the saved run did, or "
                 "choose another checkpoint",
                 extra=shown,
             )
@@ -339,9 +338,8 @@ def take_over(checkpoint: Checkpoint, world: World, key: str, recorder: StepReco
     if not (recorder.units.pure and checkpoint.manifest.units.keys() == {UNIT_REPLICATED}):
         names = sorted(name.removeprefix("buffer/") for name in regions if name.startswith("buffer/"))
         if names:
-            more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
             said = (
-                f"small buffers ({', '.join(names[:_SHOWN_MAX])}{more}) were restored from one saved rank; "
+                f"small buffers ({some(names, _SHOWN_MAX)}) were restored from one saved rank; "
                 f"if a buffer depends on the layout, such as an offset into a sharded tensor, set it again "
                 f"after resume()"
             )
@@ -402,11 +400,11 @@ def buffers_by_name(
         if name in found and (found[name].dtype, tuple(found[name].shape)) != form
     }
     if different:
-        some = "; ".join(f"{name}: {text}" for name, text in sorted(different.items())[:_SHOWN_MAX])
+        others = (f"{name}: {text}" for name, text in sorted(different.items()))
         raise MismatchError(
-            f"buffers differ in shape or dtype from the checkpoint: {some}. A buffer whose shape depends on "
-            f"the layout cannot be restored on a different layout: make it a module attribute that is "
-            f"computed when the module is built",
+            f"buffers differ in shape or dtype from the checkpoint: {some(others, _SHOWN_MAX, '; ')}. A buffer "
+            f"whose shape depends on the layout cannot be restored on a different layout: make it a module attribute "
+            f"that is computed when the module is built",
             different=different,
         )
     return found

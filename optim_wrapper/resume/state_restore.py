@@ -16,7 +16,7 @@ import torch
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import Tree, UnitMeta, groups_of
-from lastwords.errors import FormatError, MismatchError
+from lastwords.errors import FormatError, MismatchError, some
 from lastwords.optim_wrapper.capture.buffers import BufferPlace, device_at, place_of, put
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer, optimizer_kind
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
@@ -338,17 +338,13 @@ def _tied(name: str | None) -> str:
 def mismatch_text(model: str, missing: list[str], extra: list[str], different: dict[str, str]) -> str:
     """What a MismatchError says."""
 
-    def some(items: list[str]) -> str:
-        more = f" and {len(items) - _SHOWN_MAX} more" if len(items) > _SHOWN_MAX else ""
-        return ", ".join(items[:_SHOWN_MAX]) + more
-
     parts = []
     if missing:
-        parts.append(f"missing in the checkpoint: {some(missing)}")
+        parts.append(f"missing in the checkpoint: {some(missing, _SHOWN_MAX)}")
     if extra:
-        parts.append(f"only in the checkpoint: {some(extra)}")
+        parts.append(f"only in the checkpoint: {some(extra, _SHOWN_MAX)}")
     if different:
-        parts.append("different: " + some([f"{name} ({what})" for name, what in different.items()]))
+        parts.append("different: " + some((f"{name} ({what})" for name, what in different.items()), _SHOWN_MAX))
     return (
         f"the checkpoint does not fit this {model} and its optimizer; nothing was changed. "
         + "; ".join(parts)

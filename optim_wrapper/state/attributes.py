@@ -28,7 +28,7 @@ from lastwords import clock
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
-from lastwords.errors import FormatError, UnstorableError
+from lastwords.errors import FormatError, UnstorableError, some
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.beside import Beside
 from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
@@ -58,7 +58,6 @@ from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.tensors.tensor_tree import into, is_composite, leaves_of, out_of, put_together, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.recurrence import some
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of
 

@@ -27,6 +27,7 @@ from lastwords.checkpoint.entries import UnitEntry
 from lastwords.checkpoint.meta import Marks
 from lastwords.checkpoint.reshard.saved_state import MOVED_BY_SCHEDULERS
 from lastwords.checkpoint.storable import DEPTH_MAX, NUMPY_KINDS, is_storable, pack, unpack
+from lastwords.errors import some
 from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of
 from lastwords.optim_wrapper.tensors.tensor_tree import ATOMS, copied, differ, is_fixed
@@ -315,8 +316,7 @@ def _some(places: Sequence[_StatePlace]) -> str:
     "optimizer's step"
     """
     names = [*dict.fromkeys(place.name.rpartition(" of ")[0] for place in places)]
-    more = f" and {len(names) - _SHOWN_MAX} more" if len(names) > _SHOWN_MAX else ""
-    return f"optimizer's {', '.join(names[:_SHOWN_MAX])}{more}"
+    return f"optimizer's {some(names, _SHOWN_MAX)}"
 
 
 def _count(value: Any) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lastwords import threads
 from lastwords.clock import Clock, mono_s
-from lastwords.errors import ConfigError, GateFailedError, LastWordsError, UnavailableError
+from lastwords.errors import ConfigError, GateFailedError, LastWordsError, UnavailableError, some
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.processor.saver import Position
 
@@ -180,6 +180,4 @@ def _place(position: Position) -> int:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, 8)}"

@@ -7,7 +7,7 @@ A message says what happened, where, and what to do about it.
 from __future__ import annotations
 
 import errno as _errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 SHORTAGES = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.EAGAIN, _errno.ENOMEM, _errno.ENOBUFS})
 """Of descriptors, processes or memory: they pass, so nothing follows from them but another try."""
@@ -154,3 +154,13 @@ def named(error: BaseException) -> str:
     """
     text = str(error)
     return f"{type(error).__name__}: {text}" if text.strip() else type(error).__name__
+
+
+def some(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
+    """For a message: the first ones, and how many more there are.
+
+    >>> some("abc"), some("abcde")
+    ('a, b, c', 'a, b, c and 2 more')
+    """
+    every = [*map(str, items)]
+    return between.join(every[:shown]) + (f" and {len(every) - shown} more" if len(every) > shown else "")
