@@ -77,6 +77,7 @@ def main() -> None:
                         scheduler.state_dict(),
                     )
     final(net.state_dict())
+    torch.distributed.destroy_process_group()  # else torch may abort as the interpreter ends
 
 
 if __name__ == "__main__":

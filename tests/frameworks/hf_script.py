@@ -243,6 +243,7 @@ def main() -> None:
         json.dumps([log, done.training_loss, trainer.state.best_model_checkpoint is not None])
     )
     final(model.state_dict(), torch.get_rng_state())
+    torch.distributed.destroy_process_group()  # else torch may abort as the interpreter ends
 
 
 if __name__ == "__main__":
