@@ -30,6 +30,7 @@ from lastwords.processor import events
 from lastwords.processor.core import ENDED_PHASES, ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.saver import SaverSpec, Writers
+from lastwords.processor.signals import SignalGuard
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     Exit,
@@ -248,14 +249,11 @@ class Agent:
         hello: Callable[[Stand], Hello],
         saver: SaverSpec,
         departure: Departure,
-        on_incident: Callable[[bool], None] = lambda begins: None,
-        pass_on: Callable[[int], None] = lambda number: None,
-        hand_back: Callable[[], None] = lambda: None,
         whole_copies: Callable[[], tuple[WholeCopy, ...]] = tuple,
         forsake_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._core, self._hello, self._departure = core, hello, departure
-        self._on_incident, self._pass_on, self._hand_back = on_incident, pass_on, hand_back
+        self.signals: SignalGuard | None = None
         self._whole_copies, self._forsake_copies = whole_copies, forsake_copies
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
@@ -503,8 +501,9 @@ class Agent:
         with self._condition:
             frozen = self._core.frozen
             self._core.handle(event, self._own_time.at(clock.mono_s()))
-            if self._core.frozen is not frozen:
-                self._on_incident(self._core.frozen)
+            if self.signals is not None and self._core.frozen is not frozen:
+                # While an incident is on, no handler may raise in the training thread.
+                self.signals.begin_incident() if self._core.frozen else self.signals.end_incident()
             self._settle_calls()
             self._condition.notify_all()
 
@@ -541,8 +540,8 @@ class Agent:
                 self._writers.cancel(incident)
             case events.Leave(order, reason):
                 self._leave(order, reason)
-            case events.PassOn(number):
-                self._pass_on(number)
+            case events.PassOn(number) if self.signals is not None:
+                self.signals.pass_on(number)
             case Log(level, text):
                 _log.log(level, "%s", text)
             case events.ShowStack(text):
@@ -588,7 +587,8 @@ class Agent:
                 return True
         if not self._core.steps_done:
             return False
-        self._hand_back()  # it may be writing the user's last files, or hang: that is for its user to end
+        if self.signals is not None:
+            self.signals.hand_back()  # it may be writing the user's last files, or hang: that is for its user to end
         self._departure.announce(ends=False)
         return True
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -24,7 +23,9 @@ from lastwords._pb import group_info_pb2 as pb
 from lastwords.checkpoint.appearing import write_file
 from lastwords.checkpoint.system import REAL_OS, make_directories, read_whole
 from lastwords.errors import ConfigError, GroupInfoError, NotTextError
+from lastwords.sharding.agree import WorldLike
 from lastwords.sharding.describe import group_of
+from lastwords.sharding.pieces import UnitTable
 from lastwords.vocabulary import UNIT_REPLICATED
 
 VARIABLE = "GROUP_INFO_FILE"
@@ -34,28 +35,6 @@ FORMAT = 1
 _BYTES_MAX = 1 << 28
 """A holder takes up to 3 bytes: far more than any job needs."""
 _RANK_IN_PATH = re.compile(r"(?<![A-Za-z0-9])rank_([0-9]+)")
-
-
-class Units(Protocol):
-    """Units of the job with their holders, and the names of those that this rank holds. (`UnitTable` is one.)"""
-
-    @property
-    def units(self) -> Mapping[str, tuple[int, ...]]: ...
-    @property
-    def mine(self) -> Mapping[str, Any]: ...
-
-
-class Board(Protocol):
-    """Words that every rank of the job can read, as `optim_wrapper.launch.world.World` keeps them."""
-
-    rank: int
-    size: int
-
-    def publish(self, key: str, value: dict[str, Any]) -> None:
-        """Make `value` (JSON) readable by every rank under `key`."""
-
-    def read(self, key: str, timeout_s: float, what: str) -> dict[str, Any]:
-        """The value under `key`, waiting for it; UnavailableError naming `what` after `timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +50,7 @@ class GroupInfo:
 # ---------------------------------------------------------------------- writing
 
 
-def value_is_shared(board: Board, prefix: str, environ: Mapping[str, str], timeout_s: float) -> bool:
+def value_is_shared(board: WorldLike, prefix: str, environ: Mapping[str, str], timeout_s: float) -> bool:
     """Whether another rank of the job would write to the very path that this rank was given.
 
     To be called by all ranks or by none, also where the variable is not set. prefix: a place of its own on the board.
@@ -99,7 +78,7 @@ def value_is_shared(board: Board, prefix: str, environ: Mapping[str, str], timeo
     return own in word["shared"]
 
 
-def write_group_info(environ: Mapping[str, str], rank: int, table: Units, *, shared: bool = True) -> Path | None:
+def write_group_info(environ: Mapping[str, str], rank: int, table: UnitTable, *, shared: bool = True) -> Path | None:
     """Write this rank's file where GROUP_INFO_FILE says; the path written, or None where the variable is not set.
 
     shared: other ranks were given the same value, see `value_is_shared`; a job of one rank shares it with nobody.

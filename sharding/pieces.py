@@ -65,9 +65,8 @@ class Piece:
 
     def to_json(self) -> list[Any]:
         """For the exchange between ranks."""
-        whole = self.shape == self.global_shape
-        box = [list(self.shape)] if whole else [list(self.shape), list(self.global_shape), list(self.offsets)]
-        return [self.name, self.kind, self.dtype, box, self.scope, self.unit, self.nbytes, self.owner]
+        box = self.shape, self.global_shape, self.offsets
+        return [self.name, self.kind, self.dtype, *map(list, box), self.scope, self.unit, self.nbytes, self.owner]
 
     @staticmethod
     def from_json(value: Any) -> Piece:
@@ -78,22 +77,9 @@ class Piece:
         True
         """
         try:
-            name, kind, dtype, box, scope, unit, nbytes, owner = value
-            shape = tuple(box[0])
-            whole = len(box) == 1
-            return Piece(
-                name,
-                kind,
-                dtype,
-                shape,
-                shape if whole else tuple(box[1]),
-                (0,) * len(shape) if whole else tuple(box[2]),
-                scope,
-                unit,
-                nbytes,
-                owner,
-            )
-        except (TypeError, ValueError, IndexError) as error:
+            name, kind, dtype, shape, global_shape, offsets, *more = value
+            return Piece(name, kind, dtype, tuple(shape), tuple(global_shape), tuple(offsets), *more)
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"another rank describes its state in a form that this lastwords does not know ({error}); "
                 "run the same version on every rank"

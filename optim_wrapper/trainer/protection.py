@@ -124,14 +124,11 @@ class Protection:
             ),
             saver=SaverSpec(rank, agreement.job, tuple(config.roots), source),
             departure=self._departure,
-            on_incident=self._on_incident,
-            pass_on=lambda number: signals.pass_on(number),
-            hand_back=lambda: signals.hand_back(),
             whole_copies=source.whole_copies,
             forsake_copies=source.forsake_copies,
         )
         self._asked_to_stop = lambda: core.asked_to_stop
-        signals = self._signals = SignalGuard(agent.on_signal, on_ask=agent.want_save)
+        signals = self._signals = agent.signals = SignalGuard(agent.on_signal, on_ask=agent.want_save)
         signals.install()
         address = host_port(config.ctrl_ip, agreement.port)
         session = self._session = Session(
@@ -263,14 +260,6 @@ class Protection:
                 raise
             self._departure.leave()
         self.agent.write_stands_to(box)
-
-    def _on_incident(self, begins: bool) -> None:
-        """Session thread: while an incident is on, no handler may raise in the training thread."""
-        if self._signals is not None:
-            if begins:
-                self._signals.begin_incident()
-            else:
-                self._signals.end_incident()
 
     # ------------------------------------------------------------------ the end
 

@@ -63,6 +63,7 @@ def test_a_missing_file_is_named_together_with_the_way_out(mnist: Path) -> None:
         idx(np.zeros((1, 28, 28))) + b"x",
         gzip.compress(idx(np.zeros((1, 28, 28))), mtime=0)[:-9],
     ],
+    ids=["empty", "a picture", "floats", "labels", "half a header", "too short", "too long", "half a gzip"],
 )
 def test_a_file_that_is_not_what_it_should_be_is_refused(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "train-images-idx3-ubyte"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from base64 import b64encode
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +293,7 @@ def recorded(script: str, world_size: int = 1) -> Drilled:
     _, (_, arguments) = drill_record.running()
     return Drilled(
         drilled_unix_ns=1, script="train.py", sha256=script, arguments_sha256=arguments, bitwise=True, steps=12,
-        torch=torch.__version__, lastwords=lastwords.__version__, world_size=world_size,
+        torch=version("torch"), lastwords=lastwords.__version__, world_size=world_size,
     )  # fmt: skip
 
 

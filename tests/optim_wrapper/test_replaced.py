@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.errors import FormatError
-from lastwords.optim_wrapper.state import attributes, object_walk
+from lastwords.optim_wrapper.state import attributes, object_walk, running
 from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes, SavedValues, saved_in
 from lastwords.optim_wrapper.state.object_walk import Walk
 from tests import golden
@@ -167,7 +167,7 @@ def test_a_generator_whose_holder_is_replaced_is_the_one_that_lies_there_now() -
 
 
 def test_a_generator_in_a_list_that_a_variable_gets_anew_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(object_walk, "user_frames", running.user_frames)
     rngs = [np.random.default_rng(1)]
     watch = Attributes({}, dict)
     watch.begin()
