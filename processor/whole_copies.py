@@ -39,7 +39,7 @@ import xxhash
 from lastwords import threads
 from lastwords.checkpoint.direct_io import as_bytes
 from lastwords.checkpoint.document import compact, told
-from lastwords.checkpoint.entries import LocalEntry, UnitEntry, by_name, entries
+from lastwords.checkpoint.entries import LocalEntry, UnitEntry, entries, in_order
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import PartPath
 from lastwords.checkpoint.part import LocalState, TensorSource, UnitState
@@ -511,7 +511,7 @@ class _Descriptions:
 
     @staticmethod
     def read(raw: bytes | memoryview, where: str) -> tuple[dict[str, UnitEntry], LocalEntry | None]:
-        """FormatError."""
+        """The units in their order, in which their tensors lie in the file. FormatError."""
         try:
             *lasting, rest, own = json.loads(bytes(raw))
             whole = {
@@ -521,8 +521,8 @@ class _Descriptions:
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise FormatError(f"{where} is damaged: {error!r}") from error
         with told(where):
-            units = entries(by_name(whole, "units"), UnitEntry, "units")
-            local = entries(by_name({} if own is None else {"own": own}, "local"), LocalEntry, "local")
+            units = entries(in_order(whole, "units"), UnitEntry, "units")
+            local = entries(in_order({} if own is None else {"own": own}, "local"), LocalEntry, "local")
         return units, local.get("own")
 
 

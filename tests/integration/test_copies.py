@@ -69,6 +69,12 @@ def test_it_heals(rig: Rig, kill: ShardedKill, copy: bool | int) -> None:
     rig.heal(FSDP, kill, copy=copy)
 
 
+@pytest.mark.parametrize("layout", ["tp", *map(more, ("pp", "moe", "zero1", "fsdp-tp", "pp-tp"))])
+def test_ranks_with_several_units_copy_each_as_it_is(rig: Rig, layout: str) -> None:
+    """Some of them on several ranks, whatever the order of their names."""
+    rig.survive(parallel_layout(layout), ShardedKill("update", 4, (1,)), copy=True)
+
+
 def test_without_copies_nothing_can_be_saved(rig: Rig) -> None:
     """The control."""
     fail_clearly(rig, FSDP, ShardedKill("forward", 4, (2,)))

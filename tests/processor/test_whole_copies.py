@@ -61,6 +61,15 @@ def test_what_another_process_reads_is_what_was_copied(tmp_path: Path) -> None:
             read_copy(files_in(tmp_path), unit, step)
 
 
+def test_each_unit_has_its_own_bytes_whatever_the_order_of_their_names(tmp_path: Path) -> None:
+    mine = copies(tmp_path)
+    written = {"replicated": state(1.0), "rank-0": state(2.0), "a": state(3.0, count=40), "expert-1": state(4.0)}
+    mine.copy(1, written)
+    for unit, was in written.items():
+        there = read_copy(files_in(tmp_path), unit, 1)
+        assert values(there) == values(was), unit
+
+
 def test_what_a_rank_had_for_itself_is_in_the_copy_where_it_was_given(tmp_path: Path) -> None:
     mine = copies(tmp_path)
     spec = TensorSpec("local/3/rng/torch", "U8", (7,))
