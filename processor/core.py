@@ -51,7 +51,7 @@ from lastwords.processor.events import (
     ShowStack,
     Wake,
 )
-from lastwords.processor.participation import Correspondence, Grace, Outbox, Participation, Snapshots
+from lastwords.processor.participation import Correspondence, Grace, Outbox, OwnPart, Participation, Snapshots
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     PERIODIC,
@@ -503,28 +503,25 @@ class ProcessorCore(CoreState):
             case FromController(order):
                 self._on_order(order)
             case SessionUp():
-                self._snapshots.repeat()
+                self._snapshots.writing.repeat()
                 if self._said.on_session_up():
                     self._outbox.emit(
                         Log(WARNING, (f"rank {self.rank} has reconnected to its controller and is protected again"))
                     )
             case SessionDown():
                 self._said.on_session_down(now_s)
-            case SaveProgressed(incident, attempt, bytes_written, syncing) if incident == PERIODIC:
-                self._snapshots.on_progressed(attempt, bytes_written, syncing)
-            case SaveFinished(incident, attempt, bytes_written) if incident == PERIODIC:
-                self._snapshots.on_finished(attempt, bytes_written)
-            case SaveErrored(incident, attempt, reason, storage) if incident == PERIODIC:
-                self._snapshots.on_errored(attempt, reason, storage)
             case SaveProgressed(incident, attempt, bytes_written, syncing):
-                self._part.on_save_progressed(incident, attempt, bytes_written, syncing)
+                self._writing(incident).progressed(incident, attempt, bytes_written, syncing)
             case SaveFinished(incident, attempt, bytes_written):
-                self._part.on_save_finished(incident, attempt, bytes_written)
+                self._writing(incident).finished(incident, attempt, bytes_written)
             case SaveErrored(incident, attempt, reason, storage):
-                self._part.on_save_errored(incident, attempt, reason, storage)
+                self._writing(incident).errored(incident, attempt, reason, storage)
             case Tick():
                 pass
         self._run_timers()
+
+    def _writing(self, incident: int) -> OwnPart:
+        return (self._snapshots if incident == PERIODIC else self._part).writing
 
     def _on_order(self, order: Order) -> None:
         if order.generation != self.generation or self._leaving or self._released:
@@ -570,7 +567,7 @@ class ProcessorCore(CoreState):
             self._outbox.emit(Wake())
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
-        self._part.cancel_save()
+        self._part.writing.cancel()
         self._snapshots.cancel()
         self._leaving = True
         self._said.closed = True

@@ -220,6 +220,69 @@ class Correspondence:
         return self._down_since_s + (self._options.unprotected_s if soon else self._options.controller_lost_s)
 
 
+class OwnPart:
+    """One rank's part of a checkpoint, as far as it has come: what a writer has in hand, and what was said last."""
+
+    def __init__(self, rank: int, generation: int, outbox: Outbox) -> None:
+        self._rank = rank
+        self._generation = generation
+        self._outbox = outbox
+        self.order: Save | None = None
+        """In the hands of a writer."""
+        self.said: SaveProgress | Saved | SaveFailed | None = None
+
+    def begin(self, order: Save) -> None:
+        """A writer is to take this order."""
+        self.order = order
+        self._outbox.emit(StartSave(order))
+
+    def progressed(self, incident: int, attempt: int, bytes_written: int, syncing: bool) -> None:
+        """The writer moves, or is inside a call that makes it durable."""
+        if (order := self._of(incident, attempt)) is not None:
+            self.go_on(order, bytes_written, syncing=syncing)
+
+    def finished(self, incident: int, attempt: int, bytes_written: int) -> None:
+        """The writer is done."""
+        if (order := self._of(incident, attempt)) is not None:
+            self.order = None
+            self._say(Saved(self._rank, self._generation, incident, attempt, order.step, bytes_written))
+
+    def errored(self, incident: int, attempt: int, reason: str, storage: bool) -> None:
+        """The writer gave up."""
+        if (order := self._of(incident, attempt)) is not None:
+            self.order = None
+            self.refuse(order, reason, storage=storage)
+
+    def cancel(self) -> None:
+        """Stop the writer, if there is one."""
+        if self.order is not None:
+            self._outbox.emit(CancelSave(self.order.incident, self.order.attempt))
+            self.order = None
+
+    def go_on(self, order: Save, bytes_written: int = 0, *, syncing: bool = False) -> None:
+        """Say that this order is being followed."""
+        progress = SaveProgress(self._rank, self._generation, order.incident, order.attempt, bytes_written, syncing)
+        self._say(progress)
+
+    def refuse(self, order: Save, reason: str, *, storage: bool = False, missed: bool = False) -> None:
+        """Say that nothing comes of this order."""
+        identity = (self._rank, self._generation, order.incident, order.attempt)
+        self._say(SaveFailed(*identity, order.step, reason, storage, missed))
+
+    def repeat(self) -> None:
+        """What was said last once more: it may have been lost."""
+        if self.said is not None:
+            self._outbox.send(self.said)
+
+    def _of(self, incident: int, attempt: int) -> Save | None:
+        order = self.order
+        return order if order is not None and (order.incident, order.attempt) == (incident, attempt) else None
+
+    def _say(self, answer: SaveProgress | Saved | SaveFailed) -> None:
+        self.said = answer
+        self._outbox.send(answer)
+
+
 # One rank's part in periodic checkpoints: told the step, it copies its state there and writes behind the training.
 #
 # Owned by `processor.core`. An order waits until its step has ended. Between two steps the training thread then copies
@@ -231,13 +294,10 @@ class Snapshots:
 
     def __init__(self, rank: int, generation: int, outbox: Outbox) -> None:
         self._rank = rank
-        self._generation = generation
-        self._outbox = outbox
         self._attempt = 0
         self.waiting: Save | None = None
         """Ordered, and its step has not been copied."""
-        self._writing: Save | None = None
-        self._said: SaveProgress | Saved | SaveFailed | None = None
+        self.writing = OwnPart(rank, generation, outbox)
 
     def due(self, ended_step: int) -> Save | None:
         """What is to be copied now, `ended_step` being over and the next update still to come."""
@@ -253,89 +313,51 @@ class Snapshots:
         if order.attempt < self._attempt:
             return
         if order.attempt == self._attempt:
-            self.repeat()  # asked again: the answer was lost
+            self.writing.repeat()  # asked again: the answer was lost
             return
         self.cancel()
         self._attempt = order.attempt
         if order.step > ended_step or (order.step == ended_step and may_copy):
             self.waiting = order
-            self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0))
+            self.writing.go_on(order)
         else:
-            self._refuse(order, f"rank {self._rank} has ended step {ended_step} already", missed=True)
-
-    def repeat(self) -> None:
-        """The newest answer once more, in a new session."""
-        if self._said is not None:
-            self._outbox.send(self._said)
+            self.writing.refuse(order, f"rank {self._rank} has ended step {ended_step} already", missed=True)
 
     def copying(self, order: Save) -> None:
         """The copy begins. It is one call in which nothing can be told, as fsync is, and has as long."""
-        self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0, syncing=True))
+        self.writing.go_on(order, syncing=True)
 
     def copied(self, order: Save) -> None:
         """The state is copied: write it, if it is still wanted."""
         if self.waiting == order:
-            self.waiting, self._writing = None, order
-            self._outbox.emit(StartSave(order))
+            self.waiting = None
+            self.writing.begin(order)
 
     def not_copied(self, order: Save, reason: str) -> None:
         """The state could not be copied."""
         if self.waiting == order:
             self.waiting = None
-            self._refuse(order, reason)
+            self.writing.refuse(order, reason)
 
     def on_left(self, ended_step: int) -> None:
         """The loop is over after this step, which can still be copied: no other one comes."""
         order = self.waiting
         if order is not None and order.step > ended_step:
             self.waiting = None
-            self._refuse(order, f"rank {self._rank} has left the training loop", missed=True)
+            self.writing.refuse(order, f"rank {self._rank} has left the training loop", missed=True)
 
     def on_step_ended(self, ended_step: int) -> None:
         """A step is over; one whose state was not copied in time is not copied any more."""
         order = self.waiting
         if order is not None and order.step < ended_step:
             self.waiting = None
-            self._refuse(order, f"rank {self._rank} has trained on past step {order.step}", missed=True)
-
-    def on_progressed(self, attempt: int, bytes_written: int, syncing: bool) -> None:
-        """The writer moves, or is inside a call that makes it durable."""
-        order = self._of(attempt)
-        if order is not None:
-            self._answer(SaveProgress(self._rank, self._generation, order.incident, attempt, bytes_written, syncing))
-
-    def on_finished(self, attempt: int, bytes_written: int) -> None:
-        """The writer is done."""
-        order = self._of(attempt)
-        if order is not None:
-            self._writing = None
-            self._answer(Saved(self._rank, self._generation, order.incident, attempt, order.step, bytes_written))
-
-    def on_errored(self, attempt: int, reason: str, storage: bool) -> None:
-        """The writer gave up."""
-        order = self._of(attempt)
-        if order is not None:
-            self._writing = None
-            self._refuse(order, reason, storage=storage)
+            self.writing.refuse(order, f"rank {self._rank} has trained on past step {order.step}", missed=True)
 
     def cancel(self) -> None:
         """Nothing that has been ordered is wanted any more."""
-        if self._writing is not None:
-            self._outbox.emit(CancelSave(self._writing.incident, self._writing.attempt))
-        self.waiting = self._writing = self._said = None
-
-    def _of(self, attempt: int) -> Save | None:
-        order = self._writing
-        return order if order is not None and order.attempt == attempt else None
-
-    def _refuse(self, order: Save, reason: str, *, storage: bool = False, missed: bool = False) -> None:
-        self._answer(
-            SaveFailed(self._rank, self._generation, order.incident, order.attempt, order.step, reason, storage, missed)
-        )
-
-    def _answer(self, answer: SaveProgress | Saved | SaveFailed) -> None:
-        self._said = answer
-        self._outbox.send(answer)
+        self.waiting = None
+        self.writing.cancel()
+        self.writing.said = None
 
 
 def may_write(stand: Stand, step: int) -> bool:
@@ -376,9 +398,8 @@ class Participation:
         self.settled: Settled | None = None  # the newest answer; None while the weights may still change
         self.proceed_step = 0  # the step whose gradients may be applied although this rank is frozen
         self.attempt = 0
-        self.save_answer: SaveProgress | Saved | SaveFailed | None = None
+        self.writing = OwnPart(rank, generation, outbox)
         self._sequence = 0
-        self._saving: Save | None = None
         self._read_units = False  # a Save of this incident has had these weights read
 
     # ------------------------------------------------------------------ freeze, settle, go on
@@ -391,7 +412,7 @@ class Participation:
             if self.settled is not None:
                 self._outbox.send(self.settled)  # asked again: the answer was lost
             return False
-        self.cancel_save()
+        self.writing.cancel()
         self._forget()
         self.incident = order.incident
         self._outbox.emit(Log(INFO, f"rank {self._rank} stops at {stand}: {order.reason}"))
@@ -441,61 +462,34 @@ class Participation:
     @property
     def save_result(self) -> Saved | SaveFailed | None:
         """How this rank's newest part ended, if it has."""
-        return None if isinstance(self.save_answer, SaveProgress) else self.save_answer
+        said = self.writing.said
+        return None if isinstance(said, SaveProgress) else said
 
     def on_save(self, order: Save, stand: Stand) -> None:
         """Write, if this rank can; of two orders the one of the newer attempt counts."""
         if order.incident != self.incident or order.attempt < self.attempt:
             return
         if order.attempt == self.attempt:
-            if self.save_answer is not None:
-                self._outbox.send(self.save_answer)  # asked again: the answer was lost
+            self.writing.repeat()  # asked again: the answer was lost
             return
-        self.cancel_save()
+        self.writing.cancel()
         self.attempt = order.attempt
         self.proceed_step = 0
         if self.settled is None:
-            self._refuse(order, f"rank {self._rank} has not stopped yet; it is at {stand}", storage=False)
+            self.writing.refuse(order, f"rank {self._rank} has not stopped yet; it is at {stand}")
         elif {*order.units}.difference(order.copied) and not may_write(stand, order.step):
-            reason = f"rank {self._rank} does not hold step {order.step}; it is at {stand}"
-            self._refuse(order, reason, storage=False)
+            self.writing.refuse(order, f"rank {self._rank} does not hold step {order.step}; it is at {stand}")
         else:
-            self._saving = order
             self._read_units = self._read_units or bool(order.units)
-            self._outbox.emit(StartSave(order))
-            self._answer(SaveProgress(self._rank, self._generation, order.incident, order.attempt, 0))
-
-    def on_save_progressed(self, incident: int, attempt: int, bytes_written: int, syncing: bool) -> None:
-        """The writer moves, or is inside a call that makes it durable."""
-        if self._is_saving(incident, attempt) is not None:
-            self._answer(SaveProgress(self._rank, self._generation, incident, attempt, bytes_written, syncing))
-
-    def on_save_finished(self, incident: int, attempt: int, bytes_written: int) -> None:
-        """The writer is done."""
-        order = self._is_saving(incident, attempt)
-        if order is not None:
-            self._saving = None
-            self._answer(Saved(self._rank, self._generation, incident, attempt, order.step, bytes_written))
-
-    def on_save_errored(self, incident: int, attempt: int, reason: str, storage: bool) -> None:
-        """The writer gave up."""
-        order = self._is_saving(incident, attempt)
-        if order is not None:
-            self._saving = None
-            self._refuse(order, reason, storage)
+            self.writing.begin(order)
+            self.writing.go_on(order)
 
     def forsake(self, why: str) -> None:
         """Whatever is being written from here, or has been, must not be used."""
-        order = self._saving
+        order = self.writing.order
         if order is not None:
-            self.cancel_save()
-            self._refuse(order, f"rank {self._rank}: {why}", storage=False)
-
-    def cancel_save(self) -> None:
-        """Stop the writer, if there is one."""
-        if self._saving is not None:
-            self._outbox.emit(CancelSave(self._saving.incident, self._saving.attempt))
-            self._saving = None
+            self.writing.cancel()
+            self.writing.refuse(order, f"rank {self._rank}: {why}")
 
     # ------------------------------------------------------------------ inside
 
@@ -504,18 +498,5 @@ class Participation:
         self.settled = None
         self.proceed_step = 0
         self.attempt = 0
-        self.save_answer = None
+        self.writing.said = None
         self._read_units = False
-
-    def _is_saving(self, incident: int, attempt: int) -> Save | None:
-        order = self._saving
-        return order if order is not None and (order.incident, order.attempt) == (incident, attempt) else None
-
-    def _refuse(self, order: Save, reason: str, storage: bool) -> None:
-        self._answer(
-            SaveFailed(self._rank, self._generation, order.incident, order.attempt, order.step, reason, storage)
-        )
-
-    def _answer(self, answer: SaveProgress | Saved | SaveFailed) -> None:
-        self.save_answer = answer
-        self._outbox.send(answer)

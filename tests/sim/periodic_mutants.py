@@ -7,7 +7,7 @@ from typing import Any
 
 from lastwords.controller.periodic import Periodic
 from lastwords.processor.core import CoreState
-from lastwords.processor.participation import Snapshots
+from lastwords.processor.participation import OwnPart
 from lastwords.vocabulary import Phase, Saved, SaveFailed
 from tests.sim import behind
 from tests.sim.mutants import Mutant
@@ -15,6 +15,7 @@ from tests.sim.mutants import Mutant
 _PERIODIC = "lastwords.controller.periodic.Periodic"
 _NEWEST = "lastwords.controller.incident.Newest"
 _SNAPSHOTS = "lastwords.processor.participation.Snapshots"
+_OWN_PART = "lastwords.processor.participation.OwnPart"
 _CONTENT = "tests.sim.behind.content"
 _I1 = "i1_every_file_is_of_the_published_step"
 _I2 = "i2_only_whole_verified_directories_are_published"
@@ -24,7 +25,7 @@ _DUE = "what_is_due_is_published"
 _NAMED = "the_newest_is_named"
 _SO = "what_a_rank_says_is_so"
 
-_shipped_answer: Callable[..., None] = Snapshots._answer
+_shipped_say: Callable[..., None] = OwnPart._say
 _shipped_on_saved: Callable[..., None] = Periodic.on_saved
 
 
@@ -43,7 +44,7 @@ def _due_after_the_update(self: CoreState) -> Any:
 
 
 def _cancel_silently(self: Any) -> None:
-    self.waiting = self._writing = self._said = None
+    self.waiting = self.writing.order = self.writing.said = None
 
 
 def _keep(self: Any) -> None:
@@ -70,7 +71,7 @@ def _release_at_once(self: Any, step: int) -> bool:
 def _say_saved_all_the_same(self: Any, answer: Any) -> None:
     if isinstance(answer, SaveFailed) and answer.missed:
         answer = Saved(answer.rank, answer.generation, answer.incident, answer.attempt, answer.step, 0)
-    _shipped_answer(self, answer)
+    _shipped_say(self, answer)
 
 
 def _never(self: Any) -> float:
@@ -143,7 +144,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "missed-and-saved": Mutant(
         "a rank that is past the step says that it has saved it",
-        {f"{_SNAPSHOTS}._answer": _say_saved_all_the_same},
+        {f"{_OWN_PART}._say": _say_saved_all_the_same},
         (_SO,),
         small="periodic-later",
         seeds=(28, 36, 37),
