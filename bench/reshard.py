@@ -102,7 +102,7 @@ def boxes(shape: tuple[int, ...], parts: int, how: str) -> list[Box]:
 
 def cut_checkpoint(root: Path, state: dict[str, Any], ranks: int, how: str, step: int) -> Path:
     """A published checkpoint of these arrays, each rank with its own part of all of them."""
-    directory = root / layout.tmp_dir_name(step, "bench", 1, 1, 1)
+    directory = layout.TemporaryName(step, "bench", 1, 1, 1).under(root)
     for rank in range(ranks):
         tensors = []
         for name, array in state.items():
@@ -211,7 +211,7 @@ def save_both(root: Path, sizes: Shapes, axis: int) -> Callable[[int], None]:
         recorder.end_step(1, Position(1, 1))
         source, table = recorder.source, recorder.units.table
         mine = [unit for unit, holders in table.units.items() if holders[0] == rank]
-        directory = root / layout.tmp_dir_name(1, "bench", 1, 1, 1)
+        directory = layout.TemporaryName(1, "bench", 1, 1, 1).under(root)
         units = {unit: source.unit_state(unit, 1, Stand(Phase.COMPUTING, 1)) for unit in mine}
         write_part(directory, rank, 1, 1, 1, units, {}, source.facts(1), job="bench")
         dist.barrier()

@@ -107,7 +107,7 @@ class Ways:
     def save_ours(self) -> float:
         self.step += 1
         start = time.perf_counter()
-        tmp = layout.tmp_dir(self.root, self.step, "bench", 1, 1, 1)
+        tmp = layout.TemporaryName(self.step, "bench", 1, 1, 1).under(self.root)
         write_part(tmp, 0, 1, self.step, self.step, {"replicated": UnitState(self.specs)}, {}, {}, job="bench")
         problems = publish.verify_parts(tmp, [0], ["replicated"], [], self.step)
         assert not problems, problems

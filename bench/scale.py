@@ -294,7 +294,7 @@ def measure(ranks: int, tensors: int, root: Path) -> dict[str, Cost]:
     print(f"   budget {MESSAGE_BUDGET_BYTES}: {verdict(max(sizes), MESSAGE_BUDGET_BYTES)}")
     with cost() as costs["heard that all have written"]:
         order = core.all_have_saved()
-    directory = layout.tmp_dir(root, 1, JOB, 1, 1, 1)
+    directory = layout.TemporaryName(1, JOB, 1, 1, 1).under(root)
     begun_s = time.perf_counter()
     written = write_copies(directory, ranks, tensors)
     print(f"parts: {written / 1e6:.0f} MB of {ranks} ranks, made in {time.perf_counter() - begun_s:.0f} s", flush=True)

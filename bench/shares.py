@@ -74,9 +74,8 @@ def writer(rank: int, unit: UnitState, root: Path, orders: Connection) -> None:
         step, names, rate = order
         units = {name: share_of(unit, Share.parse(name)) for name in names}
         held = Held(rate) if rate else Os()
-        write_part(
-            layout.tmp_dir(root, step, "bench", 1, 1, 1), rank, 1, step, step, units, {}, {}, job="bench", os=held
-        )
+        tmp = layout.TemporaryName(step, "bench", 1, 1, 1).under(root)
+        write_part(tmp, rank, 1, step, step, units, {}, {}, job="bench", os=held)
         orders.send(step)
 
 
@@ -104,7 +103,7 @@ class Ranks:
             orders.send((step, [str(share)], rate))
         for orders in self._orders[:writers]:
             orders.recv()
-        tmp, ranks = layout.tmp_dir(self._root, step, "bench", 1, 1, 1), tuple(range(writers))
+        tmp, ranks = layout.TemporaryName(step, "bench", 1, 1, 1).under(self._root), tuple(range(writers))
         heads: dict[int, publish.SeenPart] = {}
         problems = publish.verify_parts(tmp, ranks, [*map(str, shares)], [], step, heads=heads)
         assert not problems, problems

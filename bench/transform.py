@@ -82,7 +82,7 @@ def meta_of(parts: Shapes, unit: str, holders: list[int]) -> UnitMeta:
 
 def written(root: Path, sizes: Shapes, ranks: int, how: str) -> Path:
     """A published checkpoint, each rank with its own part of all tensors."""
-    directory = root / layout.tmp_dir_name(1, "bench", 1, 1, 1)
+    directory = layout.TemporaryName(1, "bench", 1, 1, 1).under(root)
     random = np.random.default_rng(1)
     for rank in range(ranks):
         unit = f"rank-{rank}" if ranks > 1 else UNIT_REPLICATED

@@ -32,7 +32,7 @@ _CHECKPOINT = re.compile(rf"tft_saved_checkpoints-step_{_NUMBER}(?:-replaced-{_N
 _JOB_TEXT = r"[A-Za-z0-9_.-]{1,64}"
 NUMBER, JOB = rf"\A{_NUMBER}\Z", re.compile(rf"\A{_JOB_TEXT}\Z")
 _FENCE = rf"g{_NUMBER}-i{_NUMBER}-a{_NUMBER}"
-_TEMPORARY = re.compile(rf"\.tmp-tft_saved_checkpoints-step_{_NUMBER}-({_JOB_TEXT})-{_FENCE}")
+_ATTEMPT = re.compile(rf"-step_{_NUMBER}-({_JOB_TEXT})-{_FENCE}")
 _CLAIM = re.compile(rf"\.lastwords-({_JOB_TEXT})-g{_NUMBER}\.lock")
 _START = re.compile(rf"\.lastwords-start-g{_NUMBER}\.json")
 _RANK = re.compile(rf"rank_{_NUMBER}")
@@ -77,9 +77,15 @@ class CheckpointName:
         return CheckpointName(int(found[1]), None if found[2] is None else int(found[2]), found[3] or "")
 
 
+WRITTEN, UNPUBLISHED, REMOVED = ".tmp-tft_saved_checkpoints", "unpublished", ".removed"
+"""How the names begin of directories of one attempt. WRITTEN: into which it writes. UNPUBLISHED: finished files of an
+incident without a checkpoint, kept for a human; nothing here removes them. REMOVED: a published checkpoint while it is
+removed, which nobody takes for one any more."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class TemporaryName:
-    """Name of a directory that is being written: fenced by job, generation, incident and attempt, hidden from scans."""
+    """One attempt to write a checkpoint, and the names of its directories: fenced by all of this, hidden from scans."""
 
     global_step: int
     job: str
@@ -87,18 +93,23 @@ class TemporaryName:
     incident: int
     attempt: int
 
-    def __str__(self) -> str:
+    def under(self, root: Path, prefix: str = WRITTEN) -> Path:
+        """Its directory in `root`.
+
+        >>> TemporaryName(37, "digits", 0, 1, 2).under(Path("/ckpt"), REMOVED).name
+        '.removed-step_37-digits-g0-i1-a2'
+        """
         fence = f"g{self.generation}-i{self.incident}-a{self.attempt}"
-        return f".tmp-tft_saved_checkpoints-step_{self.global_step}-{check_job_name(self.job)}-{fence}"
+        return root / f"{prefix}-step_{self.global_step}-{check_job_name(self.job)}-{fence}"
 
     @staticmethod
-    def parse(name: str) -> TemporaryName | None:
+    def parse(name: str, prefix: str = WRITTEN) -> TemporaryName | None:
         """None for every other name.
 
         >>> TemporaryName.parse(".tmp-tft_saved_checkpoints-step_37-digits-g0-i1-a2")
         TemporaryName(global_step=37, job='digits', generation=0, incident=1, attempt=2)
         """
-        found = _TEMPORARY.fullmatch(name)
+        found = _ATTEMPT.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
         if found is None:
             return None
         return TemporaryName(int(found[1]), found[2], int(found[3]), int(found[4]), int(found[5]))
@@ -141,61 +152,6 @@ def parse_start(name: str) -> int | None:
 def checkpoint_dir(root: Path, global_step: int) -> Path:
     """Final name of the checkpoint for `global_step`."""
     return root / str(CheckpointName(global_step))
-
-
-def tmp_dir_name(global_step: int, job: str, generation: int, incident: int, attempt: int) -> str:
-    """Name of the directory that one attempt writes into.
-
-    >>> tmp_dir_name(37, "digits", 0, 1, 2)
-    '.tmp-tft_saved_checkpoints-step_37-digits-g0-i1-a2'
-    """
-    return str(TemporaryName(global_step, job, generation, incident, attempt))
-
-
-def tmp_dir(root: Path, global_step: int, job: str, generation: int, incident: int, attempt: int) -> Path:
-    """Directory that one attempt writes into."""
-    return root / tmp_dir_name(global_step, job, generation, incident, attempt)
-
-
-def unpublished_dir(root: Path, global_step: int, job: str, generation: int, incident: int, attempt: int) -> Path:
-    """Where finished files of an incident without a checkpoint are kept for a human: nothing here removes them.
-
-    >>> unpublished_dir(Path("/ckpt"), 37, "digits", 0, 1, 2).name
-    'unpublished-step_37-digits-g0-i1-a2'
-    """
-    hidden = tmp_dir_name(global_step, job, generation, incident, attempt)
-    return root / hidden.replace(".tmp-tft_saved_checkpoints", "unpublished", 1)
-
-
-def parse_unpublished(name: str) -> TemporaryName | None:
-    """The attempt that left such a directory; None for every other name.
-
-    >>> parse_unpublished("unpublished-step_37-digits-g0-i1-a2").job
-    'digits'
-    """
-    if not name.startswith("unpublished-"):
-        return None
-    return TemporaryName.parse(name.replace("unpublished", ".tmp-tft_saved_checkpoints", 1))
-
-
-def removed_dir(root: Path, name: TemporaryName) -> Path:
-    """Where a published checkpoint lies while it is removed: nobody takes it for one any more.
-
-    >>> removed_dir(Path("/ckpt"), TemporaryName(37, "digits", 0, 0, 2)).name
-    '.removed-step_37-digits-g0-i0-a2'
-    """
-    return root / str(name).replace(".tmp-tft_saved_checkpoints", ".removed", 1)
-
-
-def parse_removed(name: str) -> TemporaryName | None:
-    """Whose checkpoint it was; None for every other name.
-
-    >>> parse_removed(".removed-step_37-digits-g0-i0-a2").attempt
-    2
-    """
-    if not name.startswith(".removed-"):
-        return None
-    return TemporaryName.parse(name.replace(".removed", ".tmp-tft_saved_checkpoints", 1))
 
 
 def rank_dir_name(rank: int) -> str:

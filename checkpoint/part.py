@@ -355,7 +355,7 @@ def write_part(
     job: str = "",
     os: Os = REAL_OS,
 ) -> RankPart:
-    """Writes this rank's .ckpt, durable on return, and part.json into `directory` (a `layout.tmp_dir`).
+    """Writes this rank's .ckpt, durable on return, and part.json into `directory` (of a `layout.TemporaryName`).
 
     May be called from any thread; adds about 24 MiB of memory while it runs. `progress(bytes_written)` is called on
     this thread at least once for every 4 MiB and may raise to cancel. Raises StorageError, or ConfigError for state

@@ -33,7 +33,7 @@ def remove(directory: Path, said: Claimed, os: Os) -> None:
     checkpoint, StorageError. After a StorageError it may be out of sight already; then `finish` goes on.
     """
     path = directory / layout.MANIFEST_NAME
-    hidden = layout.removed_dir(directory.parent, name_of(said))
+    hidden = name_of(said).under(directory.parent, layout.REMOVED)
     try:
         stranger = _stranger(directory, os)
         with storage_errors("locking", path):
@@ -89,7 +89,7 @@ def finish(root: Path, names: list[str], os: Os) -> list[Path]:
     """
     gone = []
     for name in names:
-        of = layout.parse_removed(name)
+        of = layout.TemporaryName.parse(name, layout.REMOVED)
         if of is None or not os.is_directory(root / name):
             continue
         try:

@@ -369,9 +369,8 @@ def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> b
     final = layout.checkpoint_dir(root, name.global_step)
     if os.leads_to_directory(final) and name.job == Claimed.if_readable(final, os).job:
         return False
-    kept_dir = layout.unpublished_dir(root, name.global_step, name.job, name.generation, name.incident, name.attempt)
     try:
-        kept = keep(tmp_dir, kept_dir, os)
+        kept = keep(tmp_dir, name.under(root, layout.UNPUBLISHED), os)
     except StorageError as error:
         logger.warning("left as it is: %s", error)
         return True
@@ -407,7 +406,7 @@ def find_unpublished(root: Path, os: Os = REAL_OS) -> list[Unpublished]:
     found = []
     with storage_errors("listing", root):
         for name in os.listdir(root) if os.is_directory(root) else ():
-            left = layout.parse_unpublished(name)
+            left = layout.TemporaryName.parse(name, layout.UNPUBLISHED)
             if left is None:
                 continue
             ranks = [

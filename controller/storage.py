@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,16 +226,16 @@ class StorageJobs:
         assert self._spec.fallback_root is not None, "the core was told that there is no fallback directory"
         return self._spec.fallback_root
 
-    def _tmp_dir(self, effect: _Attempt, attempt: int | None = None) -> Path:
-        number = effect.attempt if attempt is None else attempt
-        spec, root = self._spec, self._root(effect.target)
-        return layout.tmp_dir(root, effect.step, spec.job, spec.generation, effect.incident, number)
+    def _tmp_dir(self, effect: _Attempt, prefix: str = layout.WRITTEN) -> Path:
+        job, generation = self._spec.job, self._spec.generation
+        name = layout.TemporaryName(effect.step, job, generation, effect.incident, effect.attempt)
+        return name.under(self._root(effect.target), prefix)
 
     def _gather(self, effect: events.StartVerify) -> Path:
         """Move parts that an earlier attempt has finished to those of this one."""
         here = self._tmp_dir(effect)
         for part in effect.parts:
-            there = self._tmp_dir(effect, part.attempt) / layout.rank_dir_name(part.rank)
+            there = self._tmp_dir(replace(effect, attempt=part.attempt)) / layout.rank_dir_name(part.rank)
             if part.attempt == effect.attempt or not REAL_OS.exists(there):
                 continue  # moved before, or missing, which the verification will say
             make_directories(here, REAL_OS)
@@ -330,8 +331,7 @@ class StorageJobs:
             self._uploads.close()
 
     def _keep(self, effect: events.KeepParts) -> None:
-        tmp_dir, root, spec = self._tmp_dir(effect), self._root(effect.target), self._spec
-        kept = layout.unpublished_dir(root, effect.step, spec.job, spec.generation, effect.incident, effect.attempt)
+        tmp_dir, kept = self._tmp_dir(effect), self._tmp_dir(effect, layout.UNPUBLISHED)
         for pause_s in (*KEEP_PAUSES_S, None):
             try:
                 if starts.keep(tmp_dir, kept) is not None:

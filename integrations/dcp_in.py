@@ -89,7 +89,7 @@ def from_dcp(
         epoch, in_epoch = about.epoch, about.step or step
     else:
         epoch, in_epoch = EPOCH_UNKNOWN, step
-    directory = root / layout.tmp_dir_name(step, told.job, 0, 0, 0)
+    directory = layout.TemporaryName(step, told.job, 0, 0, 0).under(root)
     lost = dict.fromkeys(range(told.ranks), "it was converted from torch.distributed.checkpoint, which has none")
     make_directories(root, REAL_OS)
     with alone(root / f".tmp-{final.name}.lock", final):

@@ -204,8 +204,8 @@ class SaveJob:
     @property
     def _directory(self) -> Path:
         order = self.order
-        name = layout.tmp_dir_name(order.step, self._spec.job, order.generation, order.incident, order.attempt)
-        return self._spec.roots[order.target] / name
+        name = layout.TemporaryName(order.step, self._spec.job, order.generation, order.incident, order.attempt)
+        return name.under(self._spec.roots[order.target])
 
     def _units(self) -> dict[str, part.UnitState]:
         source, order = self._spec.source, self.order

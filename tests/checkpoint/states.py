@@ -63,7 +63,7 @@ class Job:
         )
 
     def tmp_dir(self, root: Path, step: int) -> Path:
-        return layout.tmp_dir(root, step, self.name, self.generation, self.incident, self.attempt)
+        return layout.TemporaryName(step, self.name, self.generation, self.incident, self.attempt).under(root)
 
     def units_of(self, rank: int, step: int) -> dict[str, UnitState]:
         """What this rank writes: rank 0 unit `a`, rank 1 unit `bb`; by their names in its part."""
@@ -147,7 +147,7 @@ def published(
 
     known: what else the controller says of the incident, `world_size` for one.
     """
-    directory = layout.tmp_dir(root, step, "job", 1, 1, 1)
+    directory = layout.TemporaryName(step, "job", 1, 1, 1).under(root)
     of_others = {rank: local for rank, local in (locals_ or {}).items() if rank not in states}
     for writer, units in states.items():
         own = {**of_others, **{rank: local for rank, local in (locals_ or {}).items() if rank == writer}}

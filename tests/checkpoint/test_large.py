@@ -164,7 +164,7 @@ def test_what_was_verified_is_published_without_being_read_again(tmp_path: Path)
     for name in ("read again", "handed over"):
         root = tmp_path / name
         root.mkdir()
-        directory = save_many(root, 3).rename(layout.tmp_dir(root, 1, "job", 1, 1, 1))
+        directory = save_many(root, 3).rename(layout.TemporaryName(1, "job", 1, 1, 1).under(root))
         (directory / "manifest.json").unlink()
         heads: dict[int, publish.SeenPart] = {}
         units = [f"u{rank}" for rank in range(3)]
@@ -202,7 +202,7 @@ def test_the_tables_of_many_tensors_are_encoded_in_small_steps(tmp_path: Path, m
 @pytest.mark.parametrize("who", ["a writer", "the controller"])
 def test_what_no_reader_would_take_is_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     if who == "the controller":
-        directory = layout.tmp_dir(tmp_path, 1, "job", 1, 1, 1)
+        directory = layout.TemporaryName(1, "job", 1, 1, 1).under(tmp_path)
         write_part(directory, 0, 1, 1, 1, {"u": UnitState([])}, {0: LocalState([])}, {}, job="job")
         monkeypatch.setattr("lastwords.checkpoint.part.DOCUMENT_BYTES_MAX", 1000)
         incident = publish.IncidentFacts("job", 1, 1, 1, 1, 1, (0,), "x" * 1000)

@@ -24,10 +24,11 @@ def test_checkpoint_names_come_back(step: int, replaced: int | None) -> None:
 def test_temporary_names_come_back_and_are_no_checkpoint_names(
     step: int, job: str, gen: int, incident: int, attempt: int
 ) -> None:
-    name = layout.tmp_dir_name(step, job, gen, incident, attempt)
-    assert layout.TemporaryName.parse(name) == layout.TemporaryName(step, job, gen, incident, attempt)
-    assert layout.CheckpointName.parse(name) is None
-    assert name.startswith(".")
+    attempt_of = layout.TemporaryName(step, job, gen, incident, attempt)
+    for prefix in (layout.WRITTEN, layout.UNPUBLISHED, layout.REMOVED):
+        name = attempt_of.under(Path(), prefix).name
+        assert layout.TemporaryName.parse(name, prefix) == attempt_of
+        assert layout.CheckpointName.parse(name) is None
 
 
 @given(NUMBERS, NUMBERS, NUMBERS)

@@ -334,7 +334,8 @@ def while_another_goes_on(made: SimulatedOs, fatal: int) -> tuple[list[Path], bo
     def before(number: int, name: str, args: tuple[Any, ...]) -> None:
         nonlocal went, begun
         names = made.listdir(ROOT)
-        if begun or name != "open_directory" or not any(layout.parse_removed(one) for one in names):
+        removed = [one for one in names if layout.TemporaryName.parse(one, layout.REMOVED)]
+        if begun or name != "open_directory" or not removed:
             return
         begun = True
         try:

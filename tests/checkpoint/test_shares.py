@@ -188,7 +188,7 @@ def test_a_lost_or_foreign_share_is_never_taken_for_a_unit(
 
 def write(root: Path, unit: UnitState, count: int, *, writers: Sequence[int] = ()) -> Path:
     """Parts of a checkpoint whose one unit is written in shares; writers: who writes each of them."""
-    directory = layout.tmp_dir(root, STEP, "job", 1, 1, 1)
+    directory = layout.TemporaryName(STEP, "job", 1, 1, 1).under(root)
     named = list(writers) or list(range(count))
     for rank in sorted(set(named)):
         own = [share for share, writer in zip(Share(UNIT, 0, count).all, named, strict=True) if writer == rank]

@@ -262,7 +262,7 @@ def test_two_jobs_of_one_name_that_share_a_fallback_draw_different_generations(t
         root.mkdir()
     drawn = [draw([root, shared], Launch(job="a")).generation for root in (one, two, one, two)]
     assert drawn == [1, 2, 3, 4]
-    assert layout.tmp_dir(shared, 5, "a", drawn[0], 1, 1) != layout.tmp_dir(shared, 5, "a", drawn[1], 1, 1)
+    assert len({layout.TemporaryName(5, "a", number, 1, 1).under(shared) for number in drawn}) == 4
     assert len(list(shared.iterdir())) == 1, "the newest number is enough"
 
 

@@ -196,8 +196,8 @@ def test_inspect_lists_what_a_directory_holds(capsys: Capture, root: Path, newes
 def test_inspect_lists_what_was_never_published_and_says_which_only_lacks_its_name(
     capsys: Capture, root: Path, newest: Path
 ) -> None:
-    whole = newest.rename(layout.unpublished_dir(root, 37, JOB.name, 2, 1, 1))
-    parts = JOB.write(root, 40).rename(layout.unpublished_dir(root, 40, JOB.name, 1, 1, 1))
+    whole = newest.rename(layout.TemporaryName(37, JOB.name, 2, 1, 1).under(root, layout.UNPUBLISHED))
+    parts = JOB.write(root, 40).rename(layout.TemporaryName(40, JOB.name, 1, 1, 1).under(root, layout.UNPUBLISHED))
     (parts / "rank_1" / layout.PART_NAME).unlink()
     (root / "unpublished-notes").mkdir()
     _, out, _ = run(capsys, "inspect", root)

@@ -54,7 +54,8 @@ class Answers:
         assert self.events.empty(), "an answer too many"
 
     def tmp_dir(self, attempt: int, target: int = 0) -> Path:
-        return layout.tmp_dir(self.root if target == 0 else self.root / "fallback", STEP, "digits", 2, 1, attempt)
+        root = self.root if target == 0 else self.root / "fallback"
+        return layout.TemporaryName(STEP, "digits", 2, 1, attempt).under(root)
 
     def write(self, rank: int, attempt: int, units: tuple[str, ...], locals_: tuple[int, ...], target: int = 0) -> None:
         state = {
@@ -311,8 +312,8 @@ def test_lines_are_appended_and_a_full_disk_is_only_mentioned(
 
 def test_a_new_controller_removes_what_dead_ones_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
     (tmp_path / "fallback").mkdir()
-    dead = [layout.tmp_dir(root, STEP, "digits", 1, 1, 1) for root in (tmp_path, tmp_path / "fallback")]
-    living = layout.tmp_dir(tmp_path, STEP, "slow", 0, 1, 1)
+    dead = [layout.TemporaryName(STEP, "digits", 1, 1, 1).under(root) for root in (tmp_path, tmp_path / "fallback")]
+    living = layout.TemporaryName(STEP, "slow", 0, 1, 1).under(tmp_path)
     for directory in (*dead, living):
         (directory / "rank_0").mkdir(parents=True)
     claim = starts.Claim.take(tmp_path, "slow", 0)

@@ -193,7 +193,8 @@ class Puppet:
             self.save_hook(order)
             root = self._roots[order.target]
             assert root is not None
-            directory = layout.tmp_dir(root, order.step, self._job, order.generation, order.incident, order.attempt)
+            name = layout.TemporaryName(order.step, self._job, order.generation, order.incident, order.attempt)
+            tmp = name.under(root)
             weights = bytes([order.step % 256]) * self._weight_bytes
             epoch, step = layout.epoch_and_step(order.step, STEPS_PER_EPOCH)
             units = {
@@ -205,7 +206,7 @@ class Puppet:
             locals_ = {
                 rank: LocalState([], LocalMeta(slot={"rank": rank, "step": order.step})) for rank in order.local_ranks
             }
-            part = write_part(directory, self.rank, epoch, step, order.step, units, locals_, {}, moved, job=self._job)
+            part = write_part(tmp, self.rank, epoch, step, order.step, units, locals_, {}, moved, job=self._job)
         except OSError as error:
             self._feed(processor_events.SaveErrored(order.incident, order.attempt, str(error), True))
         else:

@@ -100,7 +100,7 @@ class Rank:
         assert source is not None
         table = self.units.table
         mine = [unit for unit, holders in table.units.items() if holders[0] == self.world.rank]
-        directory = root / disk.tmp_dir_name(step, "job", 1, 1, 1)
+        directory = disk.TemporaryName(step, "job", 1, 1, 1).under(root)
         with without_optimizer_state(self, leave_out):
             if mine:
                 states = {unit: source.unit_state(unit, step, Stand(Phase.COMPUTING, step)) for unit in mine}

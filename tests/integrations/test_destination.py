@@ -36,7 +36,7 @@ def test_a_command_that_was_killed_is_simply_given_again(command: str, tmp_path:
     hidden, lock = tmp_path / ".tmp-out", tmp_path / ".tmp-out.lock"
     if command == "back":
         out.mkdir()
-        hidden = out / layout.tmp_dir_name(7, "converted", 0, 0, 0)
+        hidden = layout.TemporaryName(7, "converted", 0, 0, 0).under(out)
         lock = out / ".tmp-tft_saved_checkpoints-step_7.lock"
     hidden.mkdir()
     (hidden / "half").write_text("half")

@@ -451,7 +451,7 @@ def test_tied_weights_are_written_once() -> None:
 def test_a_unit_goes_through_a_real_file(tmp_path: Path) -> None:
     saved = made(0)
     state = UnitView(*saved).state()
-    directory = layout.tmp_dir(tmp_path, 3, "job", 1, 1, 1) if hasattr(layout, "tmp_dir") else tmp_path
+    directory = layout.TemporaryName(3, "job", 1, 1, 1).under(tmp_path)
     directory.mkdir(parents=True, exist_ok=True)
     part = write_part(directory, 0, 1, 3, 3, {"replicated": state}, {}, {}, job="j")
     assert {spec.name for spec in part.units["replicated"].tensors} == {spec.name for spec, _ in state.tensors}

@@ -96,7 +96,7 @@ def test_a_writer_inside_fsync_or_close_is_said_to_be_there(
         pass
     assert last[0] == "done"
     assert not watch.inside
-    assert (layout.tmp_dir(tmp_path, 7, "digits", 1, 1, 1) / "rank_0" / layout.PART_NAME).exists()
+    assert (layout.TemporaryName(7, "digits", 1, 1, 1).under(tmp_path) / "rank_0" / layout.PART_NAME).exists()
 
 
 def test_a_cancelled_writer_says_nothing_more_from_inside_fsync(
@@ -156,7 +156,7 @@ def test_what_changes_while_it_is_read_is_read_again_and_named(tmp_path: Path, t
     while (last := said.get(timeout=WAIT_S))[0] == "progress":
         pass
     assert last[0] == "done", last
-    directory = layout.tmp_dir(tmp_path, 7, "digits", 1, 1, 1)
+    directory = layout.TemporaryName(7, "digits", 1, 1, 1).under(tmp_path)
     said_of_unit = part.read_part(directory / "rank_0").units["u"].meta
     assert list(said_of_unit.reasons) == ([f"moved {times}"] if times else [])
 
