@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from lastwords.controller.context import IncidentEnded, IncidentResumed, JobContext
 from lastwords.controller.events import (
@@ -82,30 +82,6 @@ from lastwords.vocabulary import (
     Status,
     Welcome,
 )
-
-# What the controller's shell takes of a core, be it the controller's or another one that answers in its place.
-
-
-class Core(Protocol):
-    """What the shell needs of a core (`controller.core.ControllerCore`)."""
-
-    @property
-    def state(self) -> JobStage: ...
-
-    @property
-    def deadline_s(self) -> float | None: ...
-
-    @property
-    def incident(self) -> int: ...
-
-    @property
-    def outcome(self) -> Outcome | None: ...
-
-    @property
-    def slower(self) -> Mapping[int, float]: ...
-
-    def handle(self, event: Event, now_s: float) -> list[Effect]: ...
-
 
 # What the controller's core consists of, and what it can be asked. Pure; the events are in `controller.core`.
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from lastwords import clock, codec, threads
 from lastwords.checkpoint.system import PAUSES_S
 from lastwords.controller import events, handover
-from lastwords.controller.core import Core
+from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Effect, Event, JobStage
 from lastwords.controller.handover import ControllerSpec, RunFile, StateFile
 from lastwords.controller.membership import CERTAIN
@@ -277,7 +277,7 @@ class ControllerShell:
         server: grpc.aio.Server,
         spec: ControllerSpec,
         token: str,
-        core: Core,
+        core: ControllerCore,
         *,
         run_file: RunFile | None = None,
         state_file: StateFile | None = None,
