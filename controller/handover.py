@@ -461,8 +461,6 @@ def _trains(record: RunRecord, spec: ControllerSpec) -> bool:
 # touches the file every fifth of a second: where the time of the last change stands still, the controller is stopped
 # or hangs.
 
-VERSION = 1
-
 STATE_BYTES_MAX = 64 << 20
 """Of 16 384 ranks it is some 4 MB."""
 
@@ -485,7 +483,6 @@ class StateOwner:
 class KeptState:
     """The file's content: how the controller was started, and what it remembered last."""
 
-    version: int
     owner: StateOwner
     spec: ControllerSpec
     token: str
@@ -502,17 +499,11 @@ class KeptState:
 class _StateDocument:
     """The same on its way out; the members never change once they are there."""
 
-    version: int
     owner: StateOwner
     spec: ControllerSpec
     token: str
     members: msgspec.Raw
     memory: JobMemory
-
-
-@dataclass(frozen=True, slots=True)
-class _OfAnyVersion:
-    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +516,7 @@ class StateFile:
 
     def __init__(self, path: Path, owner: StateOwner, spec: ControllerSpec, token: str) -> None:
         self.path = path
-        self._facts = (VERSION, owner, spec, token)
+        self._facts = (owner, spec, token)
         self._members: tuple[tuple[Registered, ...], msgspec.Raw] | None = None
         self._problem = ""
 
@@ -561,20 +552,13 @@ def read(path: Path) -> KeptState:
     """
     raw = _raw(path)
     try:
-        version = from_json(raw, _OfAnyVersion).version
-        kept = from_json(raw, KeptState, dec_hook=_path) if version == VERSION else None
-        if kept is not None:
-            kept.spec.check()
+        kept = from_json(raw, KeptState, dec_hook=_path)
+        kept.spec.check()
     except (FormatError, ConfigError) as error:
         raise FormatError(
             f"{path} is damaged, so no controller can follow; the ranks go on without one, and the job can be started "
             f"again from its newest checkpoint: {error}"
         ) from error
-    if kept is None:
-        raise FormatError(
-            f"{path} is of version {version}, and this lastwords reads version {VERSION}; use the lastwords of the "
-            "running job"
-        )
     own = paths.state_path(kept.spec.job, kept.spec.generation, kept.spec.nonce)
     if own.parent.name != path.resolve().parent.name:
         raise FormatError(f"{path} belongs to another job or start, whose files are in {own.parent}; use the one there")

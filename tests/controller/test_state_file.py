@@ -117,8 +117,8 @@ def test_there_is_none(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"version": 2, "owner": {"host": "x"}}, {"memory": {"incident": "many"}}, {"spec": {}}, {"members": [{"pid": 1}]}],
-    ids=["newer", "memory", "spec", "members"],
+    [{"memory": {"incident": "many"}}, {"spec": {}}, {"members": [{"pid": 1}]}],
+    ids=["memory", "spec", "members"],
 )
 def test_what_cannot_be_believed_is_refused_and_stays(path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     written(path, tmp_path, **changes)
@@ -128,7 +128,7 @@ def test_what_cannot_be_believed_is_refused_and_stays(path: Path, tmp_path: Path
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"version": 1}'], ids=["empty", "torn", "a list", "nothing"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"{}"], ids=["empty", "torn", "a list", "nothing"])
 def test_what_is_torn_is_refused(path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with golden.raises(FormatError):
