@@ -123,11 +123,6 @@ class Manifest:
         return CheckpointKind.of(self.incident, self.attempt)
 
     @property
-    def is_periodic(self) -> bool:
-        """True where no incident was the cause, but the settings of the job."""
-        return self.kind is CheckpointKind.PERIODIC
-
-    @property
     def named(self) -> bool:
         """False if nobody who saved the step knew what its loop calls it."""
         return self.epoch != layout.EPOCH_UNKNOWN
@@ -294,11 +289,6 @@ class Claimed:
     def kind(self) -> CheckpointKind:
         """Why it was taken."""
         return CheckpointKind.of(self.incident, self.attempt)
-
-    @property
-    def is_periodic(self) -> bool:
-        """As `Manifest.is_periodic`; False where the manifest says nothing."""
-        return self.kind is CheckpointKind.PERIODIC
 
     @staticmethod
     def of(manifest: Manifest) -> Claimed:

@@ -143,7 +143,7 @@ def is_older(directory: Path, manifest: Manifest, os: Os) -> bool:
         return False  # unreadable: keep it for a person to look at
     if found.exact and not manifest.exact:
         return False  # of one generation, both are of the very same state, and the exact one has more of it
-    if found.kind is CheckpointKind.LAST_WORDS and manifest.is_periodic:
+    if (found.kind, manifest.kind) == (CheckpointKind.LAST_WORDS, CheckpointKind.PERIODIC):
         return False
     return found.job == manifest.job and fence(found) <= fence(manifest)
 

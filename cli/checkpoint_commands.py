@@ -18,7 +18,7 @@ from lastwords.checkpoint import drill_record, layout, load
 from lastwords.checkpoint.codec import brief
 from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.manifest import CheckpointKind, Manifest
 from lastwords.checkpoint.part import read_lone_header
 from lastwords.checkpoint.remote.store import RemotePath, os_for
 from lastwords.checkpoint.starts import Unpublished, find_unpublished
@@ -399,7 +399,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def _which(manifest: Manifest) -> str:
-    if manifest.is_periodic:
+    if manifest.kind is CheckpointKind.PERIODIC:
         return f"periodic checkpoint {manifest.attempt}"
     return f"incident {manifest.incident}, attempt {manifest.attempt}"
 

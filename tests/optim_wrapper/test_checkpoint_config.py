@@ -11,7 +11,7 @@ from torch import nn
 
 import lastwords
 from lastwords.checkpoint import load
-from lastwords.checkpoint.manifest import Claimed
+from lastwords.checkpoint.manifest import CheckpointKind, Claimed
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.compat.mindspore import CheckpointConfig, ModelCheckpoint
 from lastwords.errors import ConfigError, WrongTypeError
@@ -228,7 +228,7 @@ def test_a_model_checkpoint_writes_unless_switched_off(
     written = [Claimed.read(path) for path in load.candidates([tmp_path], REAL_OS)]
     if switch == "{TTP:1}":
         assert written
-        assert all(said.is_periodic and said.global_step in (2, 4) for said in written)
+        assert all(said.kind is CheckpointKind.PERIODIC and said.global_step in (2, 4) for said in written)
         assert not list(tmp_path.rglob("resnet*"))
     else:
         assert list(tmp_path.iterdir()) == []
