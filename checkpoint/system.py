@@ -57,6 +57,14 @@ def _renameat2(source: Path, target: Path, flags: int) -> None:
         _raise_errno(source)
 
 
+def _open_regular(path: Path, access: int) -> int:
+    fd = posix.open(path, access | posix.O_CLOEXEC | posix.O_NONBLOCK)
+    if not stat.S_ISREG(posix.fstat(fd).st_mode):
+        posix.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
 class Os:
     """The real system. Every method may raise OSError; callers wrap it into StorageError at the edge."""
 
@@ -67,19 +75,11 @@ class Os:
 
     def open_read(self, path: Path) -> int:
         """Opens a regular file for reading. A FIFO or device is refused, since reading one could block for ever."""
-        fd = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC | posix.O_NONBLOCK)
-        if not stat.S_ISREG(posix.fstat(fd).st_mode):
-            posix.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return fd
+        return _open_regular(path, posix.O_RDONLY)
 
     def open_lock(self, path: Path) -> int:
         """Opens a regular file to lock it. Writable, since NFS makes a byte-range lock of flock (else EBADF)."""
-        fd = posix.open(path, posix.O_RDWR | posix.O_CLOEXEC | posix.O_NONBLOCK)
-        if not stat.S_ISREG(posix.fstat(fd).st_mode):
-            posix.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return fd
+        return _open_regular(path, posix.O_RDWR)
 
     def open_directory(self, path: Path) -> int:
         return posix.open(path, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
@@ -318,8 +318,8 @@ def close(fd: int, path: Path, os: Os) -> None:
         os.close(fd)
 
 
-def sync_directory(path: Path, os: Os) -> None:
-    """Makes the names inside `path` durable, where the file system can do that at all (`probe` says so if not)."""
+def sync_directory(path: Path, os: Os) -> bool:
+    """Makes the names inside `path` durable; False where the file system cannot do that at all (`probe` says so)."""
     with storage_errors("making the entries durable of", path):
         fd = os.open_directory(path)
         try:
@@ -327,8 +327,10 @@ def sync_directory(path: Path, os: Os) -> None:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
+            return False
         finally:
             close(fd, path, os)
+    return True
 
 
 def make_directories(path: Path, os: Os) -> None:
@@ -473,10 +475,11 @@ def probe(root: Path, os: Os = REAL_OS) -> tuple[str, ...]:
     make_directory(here, os)
     try:
         missing = _try_file(here / "file", os)
-        missing += _try_directory(here, os)
+        durable = sync_directory(here, os)
         with storage_errors("renaming the directory", here):
             os.rename(here, renamed)
-        missing += [text for text in _try_directory(root, os) if text not in missing]
+        durable = sync_directory(root, os) and durable
+        missing += [] if durable else [NO_DIRECTORY_FSYNC]
     finally:
         for directory in (here, renamed):
             try:
@@ -527,20 +530,6 @@ def _writes_directly(path: Path, os: Os) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _try_directory(path: Path, os: Os) -> list[str]:
-    with storage_errors("making the entries durable of", path):
-        fd = os.open_directory(path)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-            return [NO_DIRECTORY_FSYNC]
-        finally:
-            close(fd, path, os)
-    return []
 
 
 def _works(call: Callable[[], object]) -> bool:
