@@ -447,23 +447,17 @@ class ControllerCore(JobState):
             member.stand = report.stand
             current.on_settled(report)
 
-    def _on_save_progress(self, member: Member, report: SaveProgress) -> None:
-        if report.incident == PERIODIC:
-            self._periodic.on_progress(report)
-        elif (current := self._current(report.incident)) is not None:
-            current.on_save_progress(report)
-
-    def _on_saved(self, member: Member, report: Saved) -> None:
-        if report.incident == PERIODIC:
-            self._periodic.on_saved(report)
-        elif (current := self._current(report.incident)) is not None:
-            current.on_saved(report.rank, report.attempt, report.step)
-
-    def _on_save_failed(self, member: Member, report: SaveFailed) -> None:
-        if report.incident == PERIODIC:
-            self._periodic.on_failed(report)
-        elif (current := self._current(report.incident)) is not None:
-            current.on_save_failed(report)
+    def _on_part(self, member: Member, report: SaveProgress | Saved | SaveFailed) -> None:
+        owner = self._periodic if report.incident == PERIODIC else self._current(report.incident)
+        if owner is None:
+            return
+        match report:
+            case SaveProgress():
+                owner.on_progress(report)
+            case Saved():
+                owner.on_saved(report)
+            case SaveFailed():
+                owner.on_failed(report)
 
     def _on_raised(self, member: Member, report: Raised) -> None:
         if self._context.state in _ENDING:
@@ -664,9 +658,9 @@ _HANDLERS: Final[dict[type, Callable[..., None]]] = {
     Status: ControllerCore._on_status,
     Stack: lambda core, member, report: core._hang.on_stack(member.rank),
     Settled: ControllerCore._on_settled,
-    SaveProgress: ControllerCore._on_save_progress,
-    Saved: ControllerCore._on_saved,
-    SaveFailed: ControllerCore._on_save_failed,
+    SaveProgress: ControllerCore._on_part,
+    Saved: ControllerCore._on_part,
+    SaveFailed: ControllerCore._on_part,
     SaveWanted: lambda core, member, report: core._periodic.want(report.after_step),
     Raised: ControllerCore._on_raised,
     Signalled: ControllerCore._on_signalled,

@@ -39,6 +39,7 @@ from lastwords.vocabulary import (
     Phase,
     Proceed,
     Raised,
+    Saved,
     SaveFailed,
     SaveProgress,
     Settled,
@@ -526,16 +527,16 @@ class Incident(IncidentState):
 
     # ------------------------------------------------------------------ save
 
-    def on_save_progress(self, report: SaveProgress) -> None:
+    def on_progress(self, report: SaveProgress) -> None:
         """A writer moves."""
         self.saving.progress(report)
 
-    def on_saved(self, rank: int, attempt: int, step: int) -> None:
+    def on_saved(self, report: Saved) -> None:
         """A writer has finished."""
-        if self.saving.finish(rank, attempt, step):
+        if self.saving.finish(report.rank, report.attempt, report.step):
             self._verify_if_written()
 
-    def on_save_failed(self, report: SaveFailed) -> None:
+    def on_failed(self, report: SaveFailed) -> None:
         """A writer has failed: its file system refused, or it could not do it."""
         if (order := self.saving.fail(report.rank, report.attempt)) is None:
             return
