@@ -268,34 +268,27 @@ class Membership:
 
     def suspect(self, rank: int, source: DeathSource, since_s: float) -> None:
         """Nothing is heard of this rank any more, as is known since `since_s`."""
-        member = self.members[rank]
-        member.life = Life.SUSPECT
-        member.source = source
-        member.suspect_since_s = since_s
-        self.suspects.add(rank)
+        self.members[rank].suspect_since_s = since_s
+        self._move(rank, Life.SUSPECT, source)
 
     def clear(self, rank: int) -> None:
         """The same process is back (or a thought-dead one has returned)."""
-        member = self.members[rank]
-        member.life = Life.ALIVE
-        member.source = None
-        self.living.add(rank)
-        self.dead.discard(rank)
-        self.suspects.discard(rank)
+        self._move(rank, Life.ALIVE)
 
     def bury(self, rank: int, source: DeathSource) -> None:
         """The process has ended, or is treated as if it had."""
-        member = self.members[rank]
-        member.life = Life.DEAD
-        member.source = source
-        self.living.discard(rank)
-        self.dead.add(rank)
-        self.suspects.discard(rank)
+        self._move(rank, Life.DEAD, source)
 
     def depart(self, rank: int) -> None:
         """The process, which is neither dead nor suspected, has left with permission."""
-        self.members[rank].life = Life.GONE
-        self.living.discard(rank)
+        self._move(rank, Life.GONE)
+
+    def _move(self, rank: int, life: Life, source: DeathSource | None = None) -> None:
+        member = self.members[rank]
+        member.life, member.source = life, source
+        kept = ((self.living, member.living), (self.dead, life is Life.DEAD), (self.suspects, life is Life.SUSPECT))
+        for ranks, belongs in kept:
+            (ranks.add if belongs else ranks.discard)(rank)
 
     # ------------------------------------------------------------------ the loop
 
