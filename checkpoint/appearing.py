@@ -77,7 +77,7 @@ def write_file(target: Path, raw: bytes, os: Os = REAL_OS, *, replace: bool = Fa
     target = target.absolute()
     hidden = target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
     try:
-        write_document(hidden, raw, os, durable=True)
+        write_document(hidden, raw, os)
         give_name(hidden, target, os, replace=replace)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -130,16 +130,16 @@ def check_sizes(directory: Path, entry: FileEntry, os: Os) -> None:
         close(open_description(directory, entry, os), directory / entry.path, os)
 
 
-def read_exactly(fd: int, count: int, offset: int, path: Path, os: Os) -> bytes:
-    """`count` bytes at `offset`; FormatError if the file ends before."""
+def read_exactly(fd: int, count: int, path: Path, os: Os) -> bytes:
+    """The first `count` bytes; FormatError if the file ends before."""
     buffer = bytearray(count)
     view = memoryview(buffer)
     done = 0
     with storage_errors("reading", path):
         while done < count:
-            got = os.preadv(fd, [view[done:]], offset + done)
+            got = os.preadv(fd, [view[done:]], done)
             if got == 0:
-                raise FormatError(damage(path, f"it ends at byte {offset + done}"))
+                raise FormatError(damage(path, f"it ends at byte {done}"))
             done += got
     return bytes(buffer)
 
@@ -150,8 +150,8 @@ def read_header(
     """Header of an open file, checked against the file's size, the step, its checksum and the listed tensors."""
     path = directory / entry.path
     where = str(path)
-    length = header_length(read_exactly(fd, 8, 0, path, os), file_bytes=entry.bytes, where=where)
-    raw = read_exactly(fd, length, 0, path, os)
+    length = header_length(read_exactly(fd, 8, path, os), file_bytes=entry.bytes, where=where)
+    raw = read_exactly(fd, length, path, os)
     header = decode_header(raw, file_bytes=entry.bytes, where=where)
     # The step comes before the checksum: "of another step" says more than "damaged".
     _check_metadata(header, where, rank=rank, global_step=global_step)
@@ -174,8 +174,8 @@ def read_lone_header(path: Path, os: Os = REAL_OS) -> Header:
     try:
         with storage_errors("reading", path):
             size = os.size(fd)
-        length = header_length(read_exactly(fd, min(8, size), 0, path, os), file_bytes=size, where=str(path))
-        return decode_header(read_exactly(fd, length, 0, path, os), file_bytes=size, where=str(path))
+        length = header_length(read_exactly(fd, min(8, size), path, os), file_bytes=size, where=str(path))
+        return decode_header(read_exactly(fd, length, path, os), file_bytes=size, where=str(path))
     finally:
         close(fd, path, os)
 
@@ -202,7 +202,7 @@ def check_unchanged(directory: Path, entry: FileEntry, os: Os = REAL_OS) -> None
     path = directory / entry.path
     fd = open_part_file(directory / entry.path, entry, os)
     try:
-        raw = read_exactly(fd, min(entry.header_bytes, entry.bytes), 0, path, os)
+        raw = read_exactly(fd, min(entry.header_bytes, entry.bytes), path, os)
     finally:
         close(fd, path, os)
     if xxhash.xxh3_64_hexdigest(raw) != entry.header_sum:
@@ -421,7 +421,7 @@ def write_part(
             facts=facts,
         )
         # Durable, since a large checkpoint keeps it.
-        write_document(rank_dir / layout.PART_NAME, part.encode(), os, durable=True)
+        write_document(rank_dir / layout.PART_NAME, part.encode(), os)
         sync_directory(rank_dir, os)
         sync_directory(directory, os)
     except Exception:
@@ -444,8 +444,8 @@ def remove_part(directory: Path, part: RankPart, os: Os = REAL_OS) -> None:
             os.unlink(path)
 
 
-def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
-    """Writes a small new file; `durable`: its content is on the disk on return (its name is the caller's).
+def write_document(path: Path, raw: bytes, os: Os) -> None:
+    """Writes a small new file, whose content is on the disk on return (its name is the caller's).
 
     StorageError, and no file, also for one that is larger than anybody reads.
     """
@@ -458,8 +458,7 @@ def write_document(path: Path, raw: bytes, os: Os, *, durable: bool) -> None:
         fd = os.create(path, direct=False)
         try:
             pwrite_all(os, fd, raw)
-            if durable:
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
             close(fd, path, os)
 
@@ -658,7 +657,7 @@ class PartTables:
         path = self._directory / layout.rank_dir_name(rank) / layout.PART_NAME
         fd = open_description(self._directory, entry, self._os)
         try:
-            raw = read_exactly(fd, entry.part_bytes, 0, path, self._os)
+            raw = read_exactly(fd, entry.part_bytes, path, self._os)
         finally:
             close(fd, path, self._os)
         if xxhash.xxh3_64_hexdigest(raw) != entry.part_sum:

@@ -403,7 +403,7 @@ def _describe(
         parts = [read_part(tmp_dir / layout.rank_dir_name(head.rank), os) for head in heads]
     stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)
     manifest = build_manifest(incident, parts, published_unix_ns=stamp)
-    write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os, durable=True)
+    write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os)
     return manifest
 
 

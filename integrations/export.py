@@ -108,7 +108,7 @@ def _export(
                     done += specs[name].nbytes
                     if progress is not None:
                         progress(done, total)
-        write_document(directory / INDEX_NAME, index_of(files, specs), os, durable=True)
+        write_document(directory / INDEX_NAME, index_of(files, specs), os)
         sync_directory(directory, os)
     return [*(out / file for file in files), out / INDEX_NAME]
 

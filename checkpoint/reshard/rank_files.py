@@ -474,8 +474,8 @@ def _read(path: Path, os: Os, *, header: bool = True) -> tuple[tuple[int, ...], 
             stamp, size = os.stamp(fd), os.size(fd)
         if not header:
             return stamp, None
-        length = header_length(read_exactly(fd, min(8, size), 0, path, os), file_bytes=size, where=str(path))
-        return stamp, decode_header(read_exactly(fd, length, 0, path, os), file_bytes=size, where=str(path))
+        length = header_length(read_exactly(fd, min(8, size), path, os), file_bytes=size, where=str(path))
+        return stamp, decode_header(read_exactly(fd, length, path, os), file_bytes=size, where=str(path))
     finally:
         close(fd, path, os)
 

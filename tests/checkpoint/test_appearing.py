@@ -11,7 +11,7 @@ import pytest
 
 from lastwords.checkpoint.appearing import making_directory, making_file, write_file
 from lastwords.checkpoint.part import write_document
-from lastwords.checkpoint.system import REAL_OS, Os, read_whole
+from lastwords.checkpoint.system import REAL_OS, Os, pwrite_all, read_whole
 from lastwords.errors import BusyError, ConfigError, LastWordsError, StorageError
 from lastwords.liveness import paths
 from tests import golden
@@ -43,12 +43,13 @@ def replaced(root: Path, os: Os) -> None:
 
 def file_made(root: Path, os: Os) -> None:
     with making_file(OUT, os) as hidden:
-        write_document(hidden, NEW, os, durable=False)
+        pwrite_all(os, fd := os.create(hidden, direct=False), NEW)
+        os.close(fd)
 
 
 def directory_made(root: Path, os: Os) -> None:
     with making_directory(OUT, os) as hidden:
-        write_document(hidden / "part", NEW, os, durable=True)
+        write_document(hidden / "part", NEW, os)
 
 
 def content(os: Os) -> bytes | None:
@@ -108,7 +109,7 @@ def built(name: str) -> Callable[[Os], Any]:
     def body(os: Os) -> None:
         with making_directory(OUT, os) as hidden:
             for part in ("a", "b"):
-                write_document(hidden / part, name.encode(), os, durable=True)
+                write_document(hidden / part, name.encode(), os)
 
     return body
 

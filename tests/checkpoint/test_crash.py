@@ -229,7 +229,7 @@ def test_manifest_written_after_the_rename_is_caught() -> None:
         os.rename(directory, final)
         parts = [publish.read_part(final / f"rank_{rank}", os) for rank in (0, 1)]
         manifest = publish.build_manifest(NEWER.facts(37), parts, published_unix_ns=1)
-        publish.write_document(final / layout.MANIFEST_NAME, manifest.encode(), os, durable=True)
+        publish.write_document(final / layout.MANIFEST_NAME, manifest.encode(), os)
 
     assert "incomplete" in first_broken(lambda: disk_with(CASES["the next step"][0]), save)
 

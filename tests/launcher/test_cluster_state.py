@@ -119,7 +119,7 @@ def test_power_lost_at_any_system_call_leaves_the_older_state_or_the_newer_one(
 
 def in_place(target: Path, raw: bytes, os: Os, *, replace: bool) -> None:
     os.unlink(target)
-    write_document(target, raw, os, durable=True)
+    write_document(target, raw, os)
 
 
 def test_a_state_that_is_written_in_place_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
