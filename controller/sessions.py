@@ -12,17 +12,14 @@ import functools
 import hmac
 import logging
 import resource
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from lastwords import codec
 from lastwords._pb import lastwords_pb2 as pb
 from lastwords.errors import ProtocolError
 from lastwords.transport import grpc
-from lastwords.vocabulary import Order
-
-if TYPE_CHECKING:
-    from lastwords.controller.server import ControllerShell
+from lastwords.vocabulary import Order, Report
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +61,22 @@ def connections_max(world_size: int) -> int:
             world_size,
         )
     return room
+
+
+class SessionOwner(Protocol):
+    """Who is told about sessions; called in the loop's thread."""
+
+    def on_reports(self, session: PeerSession, reports: Sequence[Report]) -> None:
+        """Reports came in over a session."""
+        ...
+
+    def on_closed(self, session: PeerSession) -> None:
+        """A session is over, for whatever reason; nothing can be sent over it any more."""
+        ...
+
+    def state(self, *, with_ranks: bool) -> bytes:
+        """Answer to a State call."""
+        ...
 
 
 class PeerSession:
@@ -139,7 +152,7 @@ class PeerSession:
 class SessionService:
     """Serves `lastwords.v1.Controller` for one job; every call must carry the job's token."""
 
-    def __init__(self, token: str, job: str, owner: ControllerShell) -> None:
+    def __init__(self, token: str, job: str, owner: SessionOwner) -> None:
         self._token = token.encode()
         self._job = job
         self._owner = owner

@@ -57,6 +57,11 @@ class KeptCluster:
     members: Mapping[str, Worker]
 
 
+@dataclass(frozen=True, slots=True)
+class _StateOfAnyVersion:
+    version: int = 0
+
+
 class ClusterState:
     """The directory of `cluster`. One thread."""
 
@@ -187,14 +192,20 @@ class ClusterState:
         except FileNotFoundError:
             return KeptCluster(VERSION, cluster.address, cluster.workers, f"cluster-{secrets.token_hex(6)}", -1, 0, {})
         try:
-            kept = from_json(raw, KeptCluster)
-            check_job_name(kept.job)
-            _check_members(kept)
+            kept = None if from_json(raw, _StateOfAnyVersion).version > VERSION else from_json(raw, KeptCluster)
+            if kept is not None:
+                check_job_name(kept.job)
+                _check_members(kept)
         except (FormatError, ConfigError) as error:
             raise FormatError(
                 f"{self._state} is damaged ({error}): if no worker of this cluster runs any more, remove it; training "
                 "then goes on from the newest checkpoint"
             ) from error
+        if kept is None:
+            raise FormatError(
+                f"{self._state} was written by a newer lastwords: start the scheduler with that one, or give this "
+                "cluster another MS_RECOVERY_PATH"
+            )
         for what, there, here in (
             ("at", kept.address, cluster.address),
             ("with MS_WORKER_NUM", kept.workers, cluster.workers),
