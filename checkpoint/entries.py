@@ -16,11 +16,9 @@ from lastwords.checkpoint.codec import INTEGER_MAX, Checksum, Number, brief, typ
 from lastwords.checkpoint.cuts import WholeTensor, joined, plan_sum
 from lastwords.checkpoint.format import DTYPE_BITS, TYPE_NAMES, TensorSpec, is_checksum
 from lastwords.checkpoint.meta import (
-    META_VERSION,
     BucketRecord,
     InlineExtras,
     LocalMeta,
-    MetaHead,
     RunFacts,
     StepDocument,
     Tree,
@@ -231,14 +229,9 @@ Names = Mapping[str, TensorSpec]
 
 
 def unit_problem(said: Mapping[str, Any], tensors: Iterable[TensorSpec], unit: str) -> str | None:
-    """First thing in a unit's meta that nobody could use, in words; None if there is none.
-
-    Of another version only what is read before the version is asked for. tensors: those of the unit.
-    """
+    """First thing in the meta of a unit of these tensors that nobody could use, in words; None if there is none."""
     try:
-        typed(said, MetaHead, "meta")
-        if said.get("version") == META_VERSION:
-            _check_unit(UnitMeta.read(said), {spec.name: spec for spec in tensors}, f"unit/{unit}/")
+        _check_unit(UnitMeta.read(said), {spec.name: spec for spec in tensors}, f"unit/{unit}/")
     except FormatError as error:
         return str(error)
     return None
@@ -504,13 +497,8 @@ class UnitEntry(Entry):
 
     @functools.cached_property
     def meta(self) -> UnitMeta:
-        """FormatError if it is of a version that this lastwords does not know."""
+        """FormatError if it is not as it should be."""
         return UnitMeta.read(self.said, self.file)
-
-    @functools.cached_property
-    def head(self) -> MetaHead:
-        """What is known of a unit of any version."""
-        return typed(self.said, MetaHead, f"{self.file}: meta")
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class Manifest:
 
     def holders_of(self, unit: str) -> tuple[int, ...]:
         """The ranks that held a unit when it was saved."""
-        said = self.units[unit].head.holders if self.tables is None else self.tables.head(unit).holders
+        said = self.units[unit].meta.holders if self.tables is None else self.tables.head(unit).holders
         return tuple(range(self.world_size)) if said is None else tuple(said)
 
     @property

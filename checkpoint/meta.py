@@ -30,15 +30,6 @@ PART_FORMAT: Final = 1
 FILE_FORMAT: Final = 1
 """The JSON in a .ckpt file's header, likewise."""
 
-META_VERSION: Final = 1
-"""What a unit's `meta` says (`meta.UnitMeta`)."""
-
-BUCKETS_VERSION: Final = 1
-"""The order of one DDP's buckets (`meta.BucketRecord`)."""
-
-SEVERAL_BUCKETS_VERSION: Final = 2
-"""In the place of such a record one that holds a record for each DDP."""
-
 STRATEGY_FORMAT: Final = 1
 """A strategy's file: newest version that this code reads, and the one that it writes."""
 
@@ -134,15 +125,6 @@ class InlineExtras:
         return typed(unpack(packed, path), InlineExtras, path)
 
 
-@dataclass(frozen=True, slots=True)
-class MetaHead:
-    """What is read of a unit of any version. holders: None if its writer did not say which ranks held it."""
-
-    holders: Holders | None = None
-    reasons: Sequence[str] = ()
-    step_ended: bool | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitMeta:
     """Everything of a unit that is no tensor. Names are those of the model.
@@ -184,21 +166,12 @@ class UnitMeta:
 
     @staticmethod
     def read(said: Mapping[str, Any], where: str = "") -> UnitMeta:
-        """FormatError for a version that this lastwords does not know, and for anything that is not as it should be.
-
-        where: the file, for the message.
-        """
-        version = said.get("version")
-        if version != META_VERSION:
-            where = where or "meta"
-            raise FormatError(
-                f"{where}: its state is of version {version!r}, this lastwords reads {META_VERSION}; upgrade it"
-            )
+        """FormatError for anything that is not as it should be. where: the file, for the message."""
         return typed(said, UnitMeta, _path_in(where))
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the file."""
-        found = {"version": META_VERSION, **json_of(self)}
+        found = json_of(self)
         for name in ("group_parameters", "optimizer_own", "left_out"):
             found[name] = [list(one) for one in found[name]]
         return found
@@ -346,14 +319,13 @@ class LocalMeta:
 class BucketRecord:
     """The order of one DDP's gradient buckets after global step `step`, as `ddp_buckets` records it; None: of no step.
 
-    version: as the file says it; of another one nothing else is read. passes: places in `parameters`, in the order in
+    passes: places in `parameters`, in the order in
     which the gradients came, of each pass that orders the buckets. buckets: as DDP's logging data show them; None if
     they had not yet. reasons: why they cannot be made again; hooks: states of hooks that are not saved; unconfirmed:
     why the order may not be that of rank 0. synced: what the next passes would hand round (`ddp_order.Synced`).
     options: those of the DDP that change the sums.
     """
 
-    version: Any = BUCKETS_VERSION
     step: Number | None
     static_graph: bool
     find_unused_parameters: bool
@@ -369,36 +341,15 @@ class BucketRecord:
     @staticmethod
     def read(said: Mapping[str, Any], path: str = "buckets") -> list[BucketRecord]:
         """Those in a record of one DDP or of several; empty without DDP. FormatError if they are damaged."""
-        version = said.get("version")
-        if version == SEVERAL_BUCKETS_VERSION:
-            several = typed(said, _SeveralBuckets, path).ddps
-            return [one for at, each in enumerate(several) for one in BucketRecord.read(each, f"{path}.ddps[{at}]")]
-        if version == BUCKETS_VERSION:
-            return [typed(said, BucketRecord, path)]
-        return [dataclasses.replace(_NO_BUCKETS, version=version)] if said else []
+        if "ddps" in said:
+            return typed(said["ddps"], list[BucketRecord], f"{path}.ddps")
+        return [typed(said, BucketRecord, path)] if said else []
 
     @staticmethod
     def stored(records: Sequence[BucketRecord]) -> dict[str, Any]:
         """What stands in the file, which `read` takes apart."""
         every = [{one.name: getattr(record, one.name) for one in dataclasses.fields(record)} for record in records]
-        return {"version": SEVERAL_BUCKETS_VERSION, "ddps": every} if len(every) > 1 else every[0] if every else {}
-
-
-_NO_BUCKETS = BucketRecord(
-    step=None,
-    static_graph=False,
-    find_unused_parameters=False,
-    parameters=(),
-    passes=(),
-    buckets=None,
-    reasons=(),
-)
-"""In the place of a record of a version that is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SeveralBuckets:
-    ddps: Sequence[Mapping[str, Any]]
+        return {"ddps": every} if len(every) > 1 else every[0] if every else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ def _of_checkpoint(found: load.Found, *, as_json: bool) -> CommandVerdict:
 
 def _holders(manifest: Manifest, unit: str) -> tuple[int, ...] | None:
     """Ranks that held a unit, as far as the manifest tells and they are of this job."""
-    ranks = manifest.units[unit].head.holders
+    ranks = manifest.units[unit].meta.holders
     if ranks is None and unit == UNIT_REPLICATED:
         return tuple(range(manifest.holders_world_size))  # what every rank holds, by its name
     if ranks is None or max(ranks) >= manifest.holders_world_size:

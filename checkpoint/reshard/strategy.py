@@ -226,7 +226,7 @@ def strategy_of(manifest: Manifest) -> Strategy:
     """The strategy that a checkpoint was written under. FormatError where units contradict each other."""
     cuts: dict[str, tuple[TensorSpec, dict[Box, set[int]]]] = {}
     for unit, entry in manifest.units.items():
-        holders = tuple(entry.head.holders or range(manifest.holders_world_size))
+        holders = tuple(entry.meta.holders or range(manifest.holders_world_size))
         own = {spec.name: spec for spec in entry.tensors}
         for spec in entry.tensors:
             parsed = parse_tensor_name(spec.name)

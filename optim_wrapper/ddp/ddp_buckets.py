@@ -27,7 +27,7 @@ import torch.distributed as dist
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.checkpoint.meta import BUCKETS_VERSION, BucketRecord
+from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp.ddp_found import (
     DdpListener,
     buckets_from_log,
@@ -206,7 +206,7 @@ def _paired(
         f"the saved run had a DistributedDataParallel around {_some(_plain(one.parameters))}, which is "
         "missing here; wrap the module before resume()"
         for one in left
-        if one.version != BUCKETS_VERSION or one.passes or not all(one.synced.values())
+        if one.passes or not all(one.synced.values())
     ]
     return pairs, problems
 
@@ -251,9 +251,6 @@ def _restore_synced(ddp: DistributedDataParallel, saved: Mapping[str, bool]) -> 
 
 
 def _refuse(ddp: DistributedDataParallel, record: BucketRecord) -> list[str]:
-    if record.version != BUCKETS_VERSION:
-        known = f"this lastwords reads {BUCKETS_VERSION}"
-        return [f"the order of DDP's buckets was recorded in form {record.version!r}, {known}"]
     reasons = [*record.reasons, *(reason for reason in capability(ddp) if reason not in record.reasons)]
     if reasons:
         return reasons

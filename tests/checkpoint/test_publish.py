@@ -283,7 +283,7 @@ def test_meta_that_readers_refuse_is_published_all_the_same(
 ) -> None:
     """Else one check too strict would cost the job the state that a reader with a milder one could still use."""
     monkeypatch.setattr(publish, "TABLES_BYTES_MAX", tables_bytes_max)
-    whole = {"version": 1, "optimizer": "", "parameters": {}, "buffers": {}, "aliases": {}, "absent_buffers": []}
+    whole = {"optimizer": "", "parameters": {}, "buffers": {}, "aliases": {}, "absent_buffers": []}
 
     def odd(part: RankPart) -> RankPart:
         return {

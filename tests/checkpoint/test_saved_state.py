@@ -20,7 +20,7 @@ from tests import golden
 
 def meta(parameters: dict[str, str], **more: Any) -> dict[str, Any]:
     return {
-        "version": 1, "optimizer": "Adam", "parameters": parameters, "buffers": {}, "aliases": {}, "absent_buffers": [],
+        "optimizer": "Adam", "parameters": parameters, "buffers": {}, "aliases": {}, "absent_buffers": [],
         "groups": [], "group_parameters": [], "group_numbers": [], "optimizer_state": {}, **more,
     }  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_contradictions_are_named() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 2}, {"optimizer_state": {"w": {"list": []}}}, {"group_numbers": [0]},
+    [{"optimizer_state": {"w": {"list": []}}}, {"group_numbers": [0]},
      {"optimizer_state": {"w": {"dict": [["k", {"unknown": 1}]]}}},
      {"optimizer_state": {"w": {"dict": [["k", tensor("optim/w/another", (4,))]]}}}],
 )  # fmt: skip

@@ -363,7 +363,6 @@ def test_what_cannot_be_exact_says_why(tmp_path: Path) -> None:
         answer["static"] = replay(fresh(static_graph=True), record)
         answer["unused"] = replay(fresh(find_unused_parameters=True), record)
         answer["buckets"] = replay(fresh(bucket_cap_mb=0.01), record)
-        answer["newer"] = replay(fresh(), {**record, "version": 99})
         answer["damaged"] = replay(fresh(), {**record, "passes": [[77]]})
         answer["no ddp there"] = replay(fresh(), {})
         answer["no ddp here"] = replay(Crossed(100), record)
@@ -387,7 +386,6 @@ def test_what_cannot_be_exact_says_why(tmp_path: Path) -> None:
         "static": "static_graph=True here",
         "unused": "find_unused_parameters=True here",
         "buckets": "bucket 0 differs",
-        "newer": "form 99",
         "damaged": "damaged",
         "no ddp there": "did not use",
         "no ddp here": "this run does not",

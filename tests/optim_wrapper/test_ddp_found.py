@@ -137,13 +137,12 @@ def test_names_beside_the_model_are_given_by_no_naming(group: None) -> None:
 
 
 def test_a_damaged_record_of_several_ddps_is_named() -> None:
-    good = {"version": 1, "static_graph": False, "find_unused_parameters": False, "parameters": ["w"], "passes": [[0]],
+    good = {"static_graph": False, "find_unused_parameters": False, "parameters": ["w"], "passes": [[0]],
             "buckets": None, "reasons": [], "step": 1, "synced": {"forward": True}}  # fmt: skip
-    several = {"version": 2, "ddps": [good, good]}
+    several = {"ddps": [good, good]}
     assert facts_problem({"buckets": several}) is None
     for wrong in ({**good, "passes": [["0"]]}, {**good, "synced": {"forward": 1}}, 3):
-        assert "buckets.ddps[1]" in str(facts_problem({"buckets": {"version": 2, "ddps": [good, wrong]}}))
-    assert "ddps" in str(facts_problem({"buckets": {"version": 2}}))
+        assert "buckets.ddps[1]" in str(facts_problem({"buckets": {"ddps": [good, wrong]}}))
 
 
 @pytest.mark.ci
