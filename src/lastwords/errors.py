@@ -162,5 +162,5 @@ def some(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
     >>> some("abc"), some("abcde")
     ('a, b, c', 'a, b, c and 2 more')
     """
-    every = [*map(str, items)]
-    return between.join(every[:shown]) + (f" and {len(every) - shown} more" if len(every) > shown else "")
+    every = [*items]
+    return between.join(map(str, every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
