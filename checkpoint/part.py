@@ -224,12 +224,12 @@ def _check_metadata(header: Header, where: str, *, rank: int, global_step: int) 
         )
     if found_step != global_step:
         raise FormatError(
-            f"{where} is of global step {found_step}, the manifest is of step {global_step}; a file of another "
+            f"{where} is of global step {found_step!r}, the manifest is of step {global_step}; a file of another "
             "checkpoint was put here: restore the right file or use another checkpoint"
         )
     if found_rank != rank:
         raise FormatError(
-            f"{where} was written by rank {found_rank}, not by rank {rank}; restore the right file or use another "
+            f"{where} was written by rank {found_rank!r}, not by rank {rank}; restore the right file or use another "
             "checkpoint"
         )
 

@@ -259,8 +259,8 @@ class SyncWatch(Os):
 
 
 _REMEDIES = {
-    errno.ENOSPC: "free some space there or configure a fallback directory",
-    errno.EDQUOT: "the disk quota is used up: free some space there or configure a fallback directory",
+    errno.ENOSPC: "free some space there (a job can have a fallback directory)",
+    errno.EDQUOT: "the disk quota is used up: free some space there (a job can have a fallback directory)",
     errno.EROFS: "the file system is mounted read-only: remount it or choose another directory",
     errno.EACCES: "check the permissions of the directory and its parents",
     errno.EPERM: "check the permissions of the directory and its parents",
@@ -268,6 +268,7 @@ _REMEDIES = {
     errno.ENOENT: "check that the directory exists and is mounted",
     errno.ENOTDIR: "there is a file where a directory is needed: choose another path",
     errno.EEXIST: "something else uses this name: remove it or choose another directory",
+    errno.EFBIG: "a limit on the size of files is met: raise `ulimit -f`",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.EREMOTEIO: "check the URL, the credentials and the network",
     errno.ESTALE: "the network file system lost the file: check the mount",
@@ -282,12 +283,16 @@ def boot_id() -> bytes:
         return posix.uname().nodename.encode()
 
 
+def remedy(number: int) -> str:
+    """What to do about an errno."""
+    return _REMEDIES.get(number, "check the file system and the kernel log")
+
+
 def storage_error(doing: str, path: Path, error: OSError) -> StorageError:
     """What the caller sees of an OSError: what was being done, where, why it failed, and what to do."""
     number = error.errno or 0
     why = error.strerror or str(error)
-    remedy = _REMEDIES.get(number, "check the file system and the kernel log")
-    return StorageError(f"{doing} {path} failed: {why} (errno {number}); {remedy}", errno=number)
+    return StorageError(f"{doing} {path} failed: {why} (errno {number}); {remedy(number)}", errno=number)
 
 
 def pwrite_all(os: Os, fd: int, content: bytes | memoryview, offset: int = 0) -> None:

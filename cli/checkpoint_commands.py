@@ -82,7 +82,7 @@ def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = Fals
 
     everything: every reason of every rank why a resume is not exact; otherwise they are folded. JSON has them always.
     """
-    if path.is_file():
+    if path.is_file() and path.name != layout.MANIFEST_NAME:
         return _inspect_file(path, as_json=as_json)
     if is_checkpoint(path):
         return _inspect_one(load.examine(path, os_for([path])), as_json=as_json, tensors=tensors, everything=everything)

@@ -120,6 +120,9 @@ def prune(arguments: argparse.Namespace) -> list[CheckpointError] | None:
     without = [job for job, made in zip(jobs, plans, strict=True) if not made.keep]
     strange = _not_there(root, without, system)
     if len(without) == len(jobs) and (strange or not others):
+        for there in load.scan(root, system):
+            if there.status is load.DirectoryStatus.UNREADABLE:
+                raise StorageError(f"nothing is removed: {there.why}")
         empty: dict[str, Any] = {"removed": [], "left": [], "kept": [], "others": []}
         commands.nothing(root, as_json=arguments.json, empty=empty, why=strange)
         return None

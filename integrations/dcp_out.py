@@ -26,6 +26,7 @@ from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.meta import ABOUT_VERSION, ExtrasMeta, UnitMeta, json_of
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
+from lastwords.checkpoint.system import remedy
 from lastwords.errors import CheckpointError, ConfigError, LastWordsError, StorageError
 from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
@@ -217,8 +218,7 @@ def own_error(error: CheckpointException, doing: str) -> LastWordsError:
             if isinstance(inner, LastWordsError):
                 return inner
             if isinstance(inner, OSError):
-                return StorageError(
-                    f"{doing} failed: {inner}; free some space, or repair the file system", errno=inner.errno or 0
-                )
+                number = inner.errno or 0
+                return StorageError(f"{doing} failed: {inner}; {remedy(number)}", errno=number)
             inner = inner.__cause__ or inner.__context__
     return CheckpointError(f"{doing} failed in torch.distributed.checkpoint: {causes[0] if causes else error!r}")

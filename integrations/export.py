@@ -56,7 +56,7 @@ def export_safetensors(
     (then there is nothing at `out`).
     """
     if shard_bytes_max < 1:
-        raise ConfigError(f"shard_bytes_max must be at least 1, not {shard_bytes_max}")
+        raise ConfigError(f"a shard takes at least 1 byte, not {shard_bytes_max}")
     check_dtype(dtype)
     refuse_existing(out, os)
 

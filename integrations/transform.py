@@ -272,7 +272,8 @@ class Transformation:
             what = "another checkpoint" if there.manifest != self._identity.manifest else "another strategy"
             raise ConfigError(
                 f"{self._hidden} holds an unfinished transformation of {what} ({source} to "
-                f"{there.world_size} ranks); run that command again to finish it, or remove the directory"
+                f"{there.world_size} ranks): let that command end, or run it again to finish it; remove the directory "
+                "only where it does not run any more"
             )
 
     def _read_identity(self, path: Path) -> tuple[Moved, str]:

@@ -242,6 +242,12 @@ def test_inspect_of_a_file_that_is_no_checkpoint_is_damage(capsys: Capture, tmp_
     golden.says(err)
 
 
+def test_inspect_of_a_manifest_is_not_called_damage(capsys: Capture, newest: Path) -> None:
+    code, _, err = run(capsys, "inspect", newest / layout.MANIFEST_NAME)
+    assert code == run(capsys, "verify", newest / layout.MANIFEST_NAME)[0] != ExitCode.DAMAGED
+    golden.says(err)
+
+
 def test_text_from_a_file_cannot_steer_the_terminal(capsys: Capture, tmp_path: Path) -> None:
     directory = JOB.write(tmp_path, 37)
     path = publish.publish(tmp_path, directory, replace(JOB.facts(37), reason="[red]\x1b]0;owned\x07\x1b[2J"))

@@ -177,6 +177,18 @@ def test_prune_reads_the_one_that_is_to_stay_and_names_it_if_it_is_damaged(capsy
     assert (steps_in(root), sound_in(root)) == ([30, 35, 36], [30, 35])
 
 
+def test_prune_where_nothing_may_be_read(capsys: Capture, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Os, path: Path) -> int:
+        raise PermissionError(errno.EACCES, posix.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as here:
+        here.setattr(Os, "open_read", refused)
+        here.setattr(Os, "open_lock", refused)
+        code, out, err = run(capsys, "prune", root, "--keep", 1)
+    assert (code, out, steps_in(root)) == (ExitCode.STORAGE, "", [30, *range(31, 37)])
+    golden.says(err)
+
+
 def test_prune_where_nothing_is_sound(capsys: Capture, root: Path) -> None:
     flipped(root, 30, 32, 33, 34, 35, 36)
     (layout.checkpoint_dir(root, 31) / layout.MANIFEST_NAME).unlink()
