@@ -22,6 +22,8 @@ T = TypeVar("T")
 INTEGER_MAX: Final = (1 << 63) - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 """A size, a place, a step: what may be negative is nowhere in a file."""
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+"""A place in a list that is made as long as the largest one says."""
 Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
 Checksum = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """The form of every xxh3_64 here."""

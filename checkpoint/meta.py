@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
-from lastwords.checkpoint.codec import Number, Positive, T, typed
+from lastwords.checkpoint.codec import Index, Number, Positive, T, typed
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
 
@@ -149,7 +149,7 @@ class UnitMeta:
     absent_buffers: Sequence[str]
     groups: Sequence[Tree]
     group_parameters: Sequence[Sequence[str]]
-    group_numbers: Sequence[Number]
+    group_numbers: Sequence[Index]
     volatile_buffers: Sequence[str] = ()
     reshaped_buffers: Sequence[str] = ()
     frozen: Sequence[str] | None = None
