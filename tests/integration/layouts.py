@@ -55,6 +55,11 @@ class Net(nn.Module):
         return x + self.frozen.sum() + self.table.mean()
 
 
+def replicated(model: nn.Module, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    """Without sending buffers: torch 2.7 counts the version of each of them up for that, as if it was written."""
+    return DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
+
+
 @dataclass
 class Trial:
     """A model as the loop calls it, its optimizers, what follows the backward pass, and the rank's data coordinate."""
@@ -112,7 +117,7 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
 
 
 def ddp() -> Trial:
-    model = DistributedDataParallel(Net())
+    model = replicated(Net())
     return Trial(model, [adamw(model)], dist.get_rank())
 
 
@@ -146,7 +151,7 @@ def ddp_over_tp() -> Trial:
     model = parallelize_module(Net(), mesh["tp"], TP)
     _pre_dp_module_transform(model)
     replicas = mesh["dp"]
-    wrapped = DistributedDataParallel(model, process_group=replicas.get_group())
+    wrapped = replicated(model, replicas.get_group())
     return Trial(wrapped, [adamw(wrapped)], replicas.get_local_rank())
 
 
@@ -157,18 +162,18 @@ def fsdp_tp() -> Trial:
 
 
 def zero1_halves() -> Trial:
-    model = DistributedDataParallel(Net())
+    model = replicated(Net())
     return Trial(model, [_zero(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)], dist.get_rank())
 
 
 def zero1_buckets() -> Trial:
-    model = DistributedDataParallel(Net())
+    model = replicated(Net())
     optimizer = _zero(model, torch.optim.SGD, parameters_as_bucket_view=True, lr=1e-2, momentum=0.9)
     return Trial(model, [optimizer], dist.get_rank())
 
 
 def zero1_beside_another() -> Trial:
-    model = DistributedDataParallel(Net())
+    model = replicated(Net())
     pair, _ = dist.new_subgroups(group_size=2)
     *most, last = trainable(model)
     sharded = ZeroRedundancyOptimizer(most, torch.optim.AdamW, process_group=pair, lr=1e-2)
@@ -243,7 +248,7 @@ def stages() -> Trial:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(stage)
-    wrapped = DistributedDataParallel(model, process_group=replicas.get_group())
+    wrapped = replicated(model, replicas.get_group())
     units = [Unit("stage-0", (0, 1)), Unit("stage-1", (2, 3))]
     return Trial(wrapped, [adamw(wrapped)], dist.get_rank(), units=units)
 

@@ -82,7 +82,9 @@ def test_of_hyperparameters_only_what_a_scheduler_s_step_leaves_is_not_told(
         by_hand(job)
 
     job.run(2, after=after)
-    assert named(job, cut_off(job)) == (["hyperparameters"] if told else [])
+    group = job.optimizer.param_groups[0]
+    shared = tensor and group["lr"] is group.get("initial_lr")  # by SequentialLR of torch 2.7, which changes both
+    assert named(job, cut_off(job)) == (["hyperparameters"] if told or shared else [])
 
 
 class Plain:
