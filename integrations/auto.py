@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import atexit
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -27,7 +28,11 @@ from lastwords.processor.departure import say
 DIRECTORY = "last_words"
 """Below the directory that a Trainer writes into."""
 
-LIBRARIES = {"transformers": "transformers.trainer", "lightning": "lightning.pytorch"}
+LIBRARIES = {
+    "transformers": "transformers.trainer",
+    "lightning": "lightning.pytorch",
+    "pytorch_lightning": "pytorch_lightning",
+}
 """What is known, and what of it takes long to import."""
 
 _TRAINS = "a script trains once with --auto, and this one begins again: use lastwords.protect() in it"
@@ -112,14 +117,14 @@ def _patch_transformers(module: ModuleType) -> None:
 def _patch_lightning(module: ModuleType) -> None:
     trainer: Any = module.Trainer
     plain = trainer.fit
+    ours = "pytorch_lightning" if module.__name__.startswith("pytorch_lightning") else "lightning"
 
     @functools.wraps(plain)
     def fit(self: Any, *of: Any, **more: Any) -> Any:
-        from lastwords.integrations.lightning import LastWords
-
-        if not any(isinstance(one, LastWords) for one in self.callbacks):
+        last_words = importlib.import_module(f"lastwords.integrations.{ours}").LastWords
+        if not any(isinstance(one, last_words) for one in self.callbacks):
             _begins(self)
-            self.callbacks.append(LastWords(Path(self.default_root_dir) / DIRECTORY))
+            self.callbacks.append(last_words(Path(self.default_root_dir) / DIRECTORY))
         return plain(self, *of, **more)
 
     trainer.fit = fit
@@ -128,6 +133,7 @@ def _patch_lightning(module: ModuleType) -> None:
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.trainer": _patch_transformers,
     "lightning.pytorch.trainer.trainer": _patch_lightning,
+    "pytorch_lightning.trainer.trainer": _patch_lightning,
 }
 """Modules, and what is done with each once it is there."""
 

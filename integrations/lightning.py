@@ -179,7 +179,7 @@ class LastWords(pl.Callback):
     """
 
     def __init__(self, ckpt_save_path: str | os.PathLike[str]) -> None:
-        pins.check("lightning", VERSIONS, PINNED)
+        pins.check(pl.__name__.partition(".")[0], VERSIONS, PINNED)
         self._path = ckpt_save_path
         self._tft: Any = None
         self._trainer: Any = None
@@ -195,6 +195,12 @@ class LastWords(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Optimizers come next, and may ask how many batches there are (`estimated_stepping_batches`)."""
+        if not isinstance(trainer, pl.Trainer):
+            raise ConfigError(
+                f"{__name__}.LastWords is for a Trainer of {pl.__name__}, and this one is of "
+                f"{type(trainer).__module__.partition('.')[0]}: lastwords.integrations.lightning and "
+                "lastwords.integrations.pytorch_lightning have a LastWords each"
+            )
         if stage == "fit":
             fit: Any = trainer.fit_loop
             if fit._combined_loader is not None:

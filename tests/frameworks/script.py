@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import os
 import signal
 import sys
@@ -84,10 +85,9 @@ def lightning_callbacks() -> list[Any]:
     """The callback for Lightning."""
     if not PROTECTED:
         return []
-    from lastwords.integrations.lightning import LastWords
-
+    ours = "pytorch_lightning" if ("pytorch_lightning" in sys.modules) != (CASE == "other name") else "lightning"
     break_it()
-    return [LastWords(DIRECTORY / "ckpt")]
+    return [importlib.import_module(f"lastwords.integrations.{ours}").LastWords(DIRECTORY / "ckpt")]
 
 
 def die(step: int, phase: str) -> None:

@@ -20,7 +20,11 @@ from tests.launcher.test_heal import environment, trace
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANKS = 2
-SCRIPTS = {"transformers": "hf_script", "lightning": "lightning_script"}
+SCRIPTS = {
+    "transformers": "hf_script",
+    "lightning": "lightning_script",
+    "pytorch_lightning": "pytorch_lightning_script",
+}
 LAUNCHERS = {"torchrun": ["torch.distributed.run"], "healing": ["lastwords.cli", "run"]}
 WAIT_S = 300.0
 NOT_EXACT = "lastwords: not exact, because"
@@ -60,6 +64,7 @@ CASES = {
         "nested metrics": ("1:4:fwd", "0:11:fwd"),
         "overfits timed": ("1:2:fwd", "0:2:evaluating", "0:2:epoch", "1:4:fwd", "0:4:evaluating"),
     },
+    "pytorch_lightning": {"": IN_TURN, "two optimizers": ("1:4:between", "0:6:evaluating")},
 }
 
 
@@ -187,6 +192,8 @@ def test_an_adaptor_that_lacks_a_part_differs(
         ("transformers", "stream", "dispatch_batches"),
         ("lightning", "swa", "StochasticWeightAveraging puts"),
         ("lightning", "averaging norms", "buffers that differ by rank"),
+        ("lightning", "other name", "is for a Trainer of pytorch_lightning, and this one is of lightning"),
+        ("pytorch_lightning", "other name", "is for a Trainer of lightning.pytorch, and this one is of"),
     ],
 )
 def test_what_is_not_known_is_refused_with_the_reason(

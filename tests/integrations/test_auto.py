@@ -24,6 +24,7 @@ class Trainer:
         ("import transformers", ["transformers"]),
         ("from transformers import Trainer", ["transformers"]),
         ("def f():\n    import lightning.pytorch as pl", ["lightning"]),
+        ("import pytorch_lightning as pl", ["pytorch_lightning"]),
         ("import torch, numpy as transformers", []),
         ("from . import transformers", []),
         ("from mine.transformers import x", []),
