@@ -375,6 +375,7 @@ class _Protected(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *of: Any, **more: Any) -> Any:
         self._quiet = False
         self._of_all.step_begins()
+        self._tft.step_begin(self._epoch + 1, self._ended + 1 - self._begun_at)
         with self._of_rank.batch(inputs):
             return self._plain["training_step"](model, inputs, *of, **more)
 

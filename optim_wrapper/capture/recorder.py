@@ -675,7 +675,8 @@ class StepRecorder:
         if self.source is not None:
             seen = self.after_update.copy()
             ended_groups = self.watch.values.groups_ended
-            self.source.committed(Snapshot(step, position, ended_groups, self._extras_now, seen))
+            trained = self.watch.trained_ended
+            self.source.committed(Snapshot(step, position, ended_groups, self._extras_now, seen, trained))
 
     def _moves_late(self, which: str) -> None:
         """Say so, once. From then on it may come in any step: to look in each would cost too much."""

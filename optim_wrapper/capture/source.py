@@ -153,7 +153,7 @@ EPOCH_PREFIX = "epoch/"
 class Snapshot(NamedTuple):
     """What may move on after a step has ended, as it was at the end of global step `step`.
 
-    late: what has moved after updates so far.
+    late: what has moved after updates so far. trained: parameters, and `requires_grad` of each.
     """
 
     step: int
@@ -161,6 +161,7 @@ class Snapshot(NamedTuple):
     groups: list[dict[str, Any]]
     extras: ExtrasSnapshot
     late: Late
+    trained: tuple[Sequence[torch.Tensor], Sequence[bool]] = (), ()
 
 
 class Recorded(Protocol):
@@ -358,9 +359,11 @@ class TrainerSource:
         of_state: list[str] = []
         copies: dict[StateName, memoryview] = {}
         lent: Lent = {}
+        trained: dict[int, bool] = {}
         watch = self._watch
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
+            trained = {id(one): flag for one, flag in zip(*snapshot.trained, strict=True)}
             if watch is not None:
                 copies = watch.copies_at(step)
             if watch is not None and stage is not None:  # None: it ends now
@@ -385,7 +388,7 @@ class TrainerSource:
         apart, moved = self._recorded.buffers_at(step)
         self._units.exclude_buffers(apart)
         self._units.check_layout()
-        state = view.state(groups, stage, lent, keep=stage is None)
+        state = view.state(groups, stage, lent, trained, keep=stage is None)
         meta = state.meta
         tensors = _with_copies(state.tensors, unit, copies)
         here = {*meta.buffers, *(apart if unit == UNIT_REPLICATED else ())}

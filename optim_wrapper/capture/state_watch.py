@@ -13,9 +13,9 @@ In an incident the writer compares once more: what has moved since the mark, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from operator import ne
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -345,6 +345,8 @@ memory: a queue or a codebook, of which a step writes a few rows through `.data`
 
 _HYPERPARAMETERS = "hyperparameters"
 
+_requires_grad = attrgetter("requires_grad")
+
 _called = cache(str)
 """What messages call a `StateName`."""
 
@@ -387,11 +389,13 @@ class StateWatch:
         """Whether the step under way has come to its update."""
         self._digests: dict[StateName, bytes] = {}
         self._parameters: list[torch.Tensor] = []
+        self.trained_ended: tuple[Sequence[torch.Tensor], Sequence[bool]] = (), ()
+        """Parameters, and `requires_grad` of each as of the last step's end: a loop may freeze some within a step."""
         by_hand = lambda was, now: groups_differ(was, now, view.optimizer.param_groups, self.schedulers)  # noqa: E731
         self._others: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], bool]]] = {
             _HYPERPARAMETERS: (self.values.groups, by_hand),
             "the optimizer's numbers": (lambda: self.values.now(self._ended_step + 1), ne),
-            "requires_grad": (lambda: [one.requires_grad for one in self._parameters], ne),
+            "requires_grad": (lambda: [*map(_requires_grad, self._parameters)], ne),
         }
         """What else the loop may change after its update: how to take its value, and whether two of them differ."""
         self._taken: dict[str, Any] = {}
@@ -555,6 +559,7 @@ class StateWatch:
             self.copies.follow(self._witness.live)
             self.copies.copy(step)
         self.values.mark_end(step)
+        self.trained_ended = self._parameters, [*map(_requires_grad, self._parameters)]
         self._steps += 1
         self._looks_closely = self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
         self._digests = {}

@@ -10,9 +10,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from lastwords.torch_private import in_transform
+
 
 class StayingHook:
-    """Calls `act`; for `register_forward_hook` and its like.
+    """Calls `act`, but in no transform of torch.func, where nothing may be copied; for `register_forward_hook`.
 
     >>> import copy
     >>> hook = StayingHook(print)
@@ -25,7 +27,7 @@ class StayingHook:
         self._act = act
 
     def __call__(self, *args: Any) -> Any:
-        return self._act(*args)
+        return None if in_transform() else self._act(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A function of the standard library that takes anything and returns None: who loads the model needs no

@@ -433,6 +433,7 @@ class UnitView:
         groups: list[dict[str, Any]] | None = None,
         stage: Stage | None = None,
         lent: Mapping[Any, dict[Any, Any] | None] = _NOTHING,
+        trained: Mapping[int, bool] = _NOTHING,
         *,
         keep: bool = False,
     ) -> UnitState:
@@ -440,8 +441,9 @@ class UnitView:
 
         groups: hyperparameters to store instead of the live ones, as `copy_groups` returns them; groups that have been
         added since are no part of that state. stage: copies what does not lie in host memory as it is needed. What of
-        the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out. keep: the
-        list is kept until the next call, which is spared most of the work if nothing else is there by then.
+        the optimizer cannot be stored is left out; the meta's `reasons` say so. Weights are never left out. trained: of
+        parameters by id, `requires_grad` to store instead of theirs now. keep: the list is kept until the next call,
+        which is spared most of the work if nothing else is there by then.
         """
         listed = self._list(len(self.optimizer.param_groups if groups is None else groups), lent, keep)
         of_groups = OptimizerTrees(self.unit)
@@ -451,6 +453,9 @@ class UnitView:
         meta = replace(
             listed.meta,
             groups=group_trees,
+            frozen=[
+                name for name, one in listed.names.parameters.items() if not trained.get(id(one), one.requires_grad)
+            ],
             reshaped_buffers=sorted({*self.reshaped(), *listed.names.composite_buffers}),
             left_out=[*listed.meta.left_out, *of_groups.left_out],
             reasons=[*listed.meta.reasons, *of_groups.reasons],
@@ -513,7 +518,6 @@ class UnitView:
             group_parameters=names.groups,
             group_numbers=names.group_numbers,
             volatile_buffers=sorted(names.volatile_buffers),
-            frozen=[name for name, parameter in names.parameters.items() if not parameter.requires_grad],
             optimizer_state=optimizer_state,
             optimizer_own=optimizer_own,
             shared=shared,

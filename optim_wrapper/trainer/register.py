@@ -382,20 +382,24 @@ class TFTRegister:
         steps = None if self._run is None else self._run.steps
         return steps is None or steps.ends_step
 
-    def step_begin(self) -> None:
+    def step_begin(self, epoch: int | None = None, step: int | None = None) -> None:
         """In a loop of one's own: the next step begins here, and here a resumed run goes on.
 
         Called on every rank, at the same place in each step, after whatever the loop does between two steps: an
         evaluation, a log, an iterator that is built. What has changed since `step_end()` (random streams, extras,
         attributes) is saved as of here. The first call after `resume()` puts the random streams back to where they
         were at this place. Only the first call after a `step_end()` counts, so a loop over micro-batches may call it
-        for each of them. ConfigError in `steps()`, which does all that by itself, and between `optimizer.step()` and
+        for each of them. epoch, step (both 1-based): what `step_end()` will call it, for a loop in which all ranks may
+        fail before that. ConfigError in `steps()`, which does all that by itself, and between `optimizer.step()` and
         `step_end()`.
         """
+        position = own_loop.named(epoch, step)
         run = self._started("step_begin")
         if run.steps is not None:
             raise ConfigError("step_begin() is for custom loops: steps() begins each step by itself")
         run.begin_step()
+        if position is not None:
+            run.under_way(*position)
 
     def step_end(self, epoch: int | None = None, step: int | None = None) -> None:
         """The step is over, whether or not the optimizer updated in it; what follows (a log) changes nothing of it.

@@ -26,6 +26,7 @@ __all__ = [
     "foreach_copy",
     "global_step_hooks",
     "has_state_dict_hooks",
+    "in_transform",
     "non_persistent",
 ]
 
@@ -41,6 +42,7 @@ NAMES = {
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch.Generator._cdata": "whether two objects are one generator; needed",
     "torch._foreach_copy_": "many small copies in one call; without it one by one",
+    "torch._C._functorch.peek_interpreter_stack": "whether a forward pass is traced by torch.func; without: it is not",
     # modules
     "torch.nn.Module._parameters": "a tensor that a module holds is replaced under its name; needed",
     "torch.nn.Module._buffers": "the same, also where it is None",
@@ -101,6 +103,14 @@ def non_persistent(module: torch.nn.Module) -> set[str]:
     """The module's own set of buffers that its `state_dict()` leaves out."""
     names: set[str] = module._non_persistent_buffers_set
     return names
+
+
+def in_transform() -> bool:
+    """Whether this thread is inside of `torch.func.grad`, `vmap` or their like."""
+    return _innermost() is not None
+
+
+_innermost: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:

@@ -92,3 +92,16 @@ def test_once_removed_it_does_not_come_any_more(group: None) -> None:
         hook.remove()
         train(model)
         assert told.calls == []
+
+
+def test_in_a_transform_of_torch_func_nothing_is_copied_and_the_step_has_its_copy_nevertheless() -> None:
+    model, told, _ = model_and_told()
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x[None],)).sum()
+
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.ones(3, 4))
+    assert not told.calls
+    train(model)
+    assert len(told.calls) == 1

@@ -144,6 +144,16 @@ def test_layers_are_frozen_as_they_were_when_the_step_was_saved() -> None:
     assert [p.requires_grad for p in other.parameters()] == [False, False, True, True, True, True]
 
 
+def test_layers_that_a_step_freezes_for_a_while_are_saved_as_of_the_last_step_s_end() -> None:
+    model = net()
+    parameters = [*model.parameters()]
+    then = {id(one): True for one in parameters[:-1]}
+    parameters[0].requires_grad_(False)
+    parameters[-1].requires_grad_(False)  # of which nothing was seen then
+    meta = UnitView(model, made(model, 1)).state(trained=then).meta
+    assert meta.frozen == ["2.bias"]
+
+
 def test_peek_says_which_groups_a_checkpoint_has(tmp_path: Path) -> None:
     model = net()
     published(tmp_path, model, made(model, 2))

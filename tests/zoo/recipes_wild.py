@@ -359,3 +359,62 @@ class Gumbel(Loop):
     def loss(self, x: Any, y: Any) -> Any:
         gates = nn.functional.gumbel_softmax(x, tau=1.0 / self.step)
         return super().loss(StraightThrough.apply(x) * gates, y)
+
+
+@recipe("frozen_within", "a critic that is frozen until the backward pass is over, as `toggle_optimizer` does",
+        "fwd bwd win")  # fmt: skip
+class FrozenWithin(Loop):
+    def net(self) -> nn.Module:
+        return mlp()
+
+    def wrap(self, net: nn.Module) -> nn.Module:
+        self.critic = mlp(WIDTH_OUT, 1)
+        return super().wrap(net)
+
+    def registered(self) -> Any:
+        return nn.ModuleDict({"net": self.model, "critic": self.critic})
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {"": self.bare, "critic.": self.critic}
+
+    def optimizers(self) -> list[Any]:
+        return [torch.optim.AdamW([*self.bare.parameters(), *self.critic.parameters()], lr=0.01)]
+
+    def loss(self, x: Any, y: Any) -> Any:
+        self.was = [one.requires_grad for one in self.critic.parameters()]
+        self.critic.requires_grad_(False)
+        self.made = self.model(x)
+        return nn.functional.mse_loss(self.made, y) - 0.1 * self.critic(self.made).mean()
+
+    def after_backward(self) -> None:
+        for parameter, was in zip(self.critic.parameters(), self.was, strict=True):
+            parameter.requires_grad_(was)
+        loss = self.critic(self.made.detach()).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+            for parameter in self.critic.parameters():
+                dist.all_reduce(parameter.grad)
+
+
+@recipe("per_sample", "gradients of each sample by `vmap(grad(...))`, with noise, as differential privacy asks for",
+        "fwd bwd win")  # fmt: skip
+class PerSample(Loop):
+    def wrap(self, net: nn.Module) -> nn.Module:
+        return net
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH_IN, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH_OUT))
+
+    def loss(self, x: Any, y: Any) -> Any:
+        def one(parameters: Any, x: Any, y: Any) -> Any:
+            return (torch.func.functional_call(self.bare, parameters, (x[None],)) - y).square().mean()
+
+        parameters = {name: p.detach() for name, p in self.bare.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
+        self.each = {name: gradients.clamp(-1, 1).mean(0) for name, gradients in each.items()}
+        return nn.functional.mse_loss(self.bare(x), y)
+
+    def backward(self, loss: Any) -> None:
+        for name, parameter in self.bare.named_parameters():
+            parameter.grad = self.each[name] + 0.01 * torch.randn(parameter.shape)
+            dist.all_reduce(parameter.grad)
