@@ -42,6 +42,9 @@ class Probe(transformers.TrainerCallback):  # type: ignore[misc]
         die(state.global_step + 1, "win")
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **of: Any) -> None:
+        die(state.global_step, "stepping")
+        if CASE == "waits":
+            torch.distributed.barrier()
         rates = [one["lr"] for one in optimizer.param_groups]
         averaged = [] if AVERAGE.model is None else AVERAGE.model.state_dict()
         ended(state.global_step, model.state_dict(), optimizer.state_dict()["state"], rates, averaged)

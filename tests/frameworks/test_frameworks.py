@@ -132,6 +132,15 @@ def test_a_trainer_is_healed_bit_for_bit(
     assert NOT_EXACT not in said, said
 
 
+def test_a_trainer_whose_ranks_all_stop_after_an_update_goes_on_from_there(
+    whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """What its hooks would have done until the step's end is told."""
+    undisturbed = whole("transformers", "waits")
+    run(tmp_path, "transformers", "waits", "1:4:stepping", "0:6:stepping", "1:9:stepping", PROTECTED="1")
+    check_equal(tmp_path, undisturbed)
+
+
 @pytest.mark.parametrize("library", SCRIPTS)
 def test_an_unchanged_script_is_healed_with_auto(
     library: str, whole: Callable[[str, str], Path], tmp_path: Path
