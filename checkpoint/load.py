@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from lastwords.checkpoint.system import (
 )
 from lastwords.errors import CheckpointError, FormatError, IncompleteError, MismatchError, ReplacedError, StorageError
 
-# The files of a published checkpoint, each checked when something of it is wanted, and the tensors in them.
-
 
 def check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) -> Header:
     """Header of a file, held against the manifest. Errors as of `check_header`."""
@@ -51,81 +49,10 @@ def check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) ->
 
 @dataclass(frozen=True, slots=True)
 class OpenedFile:
-    """A file whose size and header have been checked: its chunks' sums, and where its tensors begin and end in it."""
+    """A file whose size and header have been checked: its chunks' sums, and where its tensors begin in it."""
 
     entry: FileEntry
-    places: dict[str, tuple[TensorSpec, int, int]]
-
-
-class FileRun(NamedTuple):
-    """A tensor in a file, or a slice of one. begin: of its first byte. offsets: of a slice in the tensor."""
-
-    file: str
-    spec: TensorSpec
-    begin: int
-    offsets: tuple[int, ...]
-
-
-class OpenedFiles:
-    """Files of one checkpoint. Any thread. Raises IncompleteError, FormatError or StorageError for what is wrong."""
-
-    def __init__(self, path: Path, manifest: Manifest, os: Os) -> None:
-        self._path = path
-        self._manifest = manifest
-        self._os = os
-        self._heads = {entry.path: entry for entry in manifest.files}
-        self._opened: dict[str, OpenedFile] = {}
-        self._lock = threading.Lock()
-
-    def open_all(self) -> None:
-        """Check size and header of every file."""
-        for file in self._heads:
-            self.open(file)
-
-    def open(self, file: str) -> OpenedFile:
-        """The file, whose size and header have been checked."""
-        with self._lock:
-            opened = self._opened.get(file)
-            if opened is None:
-                head = self._heads[file]
-                header = check_file(self._path, self._manifest, head, self._os)
-                specs = self._manifest.tensors_of(head)
-                places = {name: (spec, *header.tensors[name][1:]) for name, spec in specs.items()}
-                opened = self._opened[file] = OpenedFile(self._manifest.with_chunks(head), places)
-            return opened
-
-    def find(self, name: str) -> tuple[TensorSpec, list[FileRun]]:
-        """A tensor, and its slices in their order; IncompleteError if there is none of that name."""
-        entry = self._owner_of(name)
-        if entry is None:
-            raise self._no_tensor(name)
-        if not (isinstance(entry, UnitEntry) and entry.shares):
-            run = self._run(name, entry.file, name)
-            return run.spec, [run]
-        whole = entry.wholes.get(name)
-        if whole is None:
-            raise self._no_tensor(name)
-        files = [one.file for one in entry.shares]
-        return whole.spec, [self._run(name, files[one.share], one.spec.name, one.offsets) for one in whole.pieces]
-
-    def _run(self, name: str, file: str, stored: str, offsets: tuple[int, ...] = ()) -> FileRun:
-        place = self.open(file).places.get(stored)
-        if place is None:
-            raise self._no_tensor(name)
-        return FileRun(file, *place[:2], offsets)
-
-    def _no_tensor(self, name: str) -> IncompleteError:
-        return IncompleteError(f"{self._path} has no tensor {name!r}", missing=(name,))
-
-    def _owner_of(self, name: str) -> Entry | None:
-        """What has a tensor, if anything has: its unit, or its rank's local state."""
-        try:
-            parsed = layout.parse_tensor_name(name)
-        except FormatError:
-            return None
-        if isinstance(parsed, layout.UnitTensorName):
-            return self._manifest.units.get(parsed.unit)
-        return self._manifest.locals.get(parsed.rank)
+    places: dict[str, tuple[TensorSpec, int]]
 
 
 logger = logging.getLogger(__name__)
@@ -349,7 +276,9 @@ class Checkpoint:
         self.manifest = manifest
         self._os = os
         self._held = held
-        self._files = OpenedFiles(path, manifest, os)
+        self._entries = {entry.path: entry for entry in manifest.files}
+        self._opened: dict[str, OpenedFile] = {}
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Nothing more is read; does nothing the second time."""
@@ -363,7 +292,20 @@ class Checkpoint:
 
     def open_all(self) -> None:
         """Check size and header of every file."""
-        self._files.open_all()
+        for file in self._entries:
+            self.open(file)
+
+    def open(self, file: str) -> OpenedFile:
+        """One of the files, whose size and header have been checked."""
+        with self._lock:
+            opened = self._opened.get(file)
+            if opened is None:
+                entry = self._entries[file]
+                header = check_file(self.path, self.manifest, entry, self._os)
+                specs = self.manifest.tensors_of(entry)
+                places = {name: (spec, header.tensors[name][1]) for name, spec in specs.items()}
+                opened = self._opened[file] = OpenedFile(self.manifest.with_chunks(entry), places)
+            return opened
 
     @property
     def names(self) -> list[str]:
@@ -374,14 +316,45 @@ class Checkpoint:
 
     def spec(self, name: str) -> TensorSpec:
         """Spec of a tensor, global shape and offsets included; IncompleteError if there is none of that name."""
-        return self._files.find(name)[0]
+        return self._find(name)[0]
 
     def stored(self, name: str) -> tuple[StoredTensor, ...]:
         """Where a tensor lies, or its slices in their order; IncompleteError if there is none of that name."""
-        return tuple(
-            StoredTensor(self.path / run.file, run.begin, run.spec, self._files.open(run.file).entry, run.offsets)
-            for run in self._files.find(name)[1]
-        )
+        return self._find(name)[1]
+
+    def _find(self, name: str) -> tuple[TensorSpec, tuple[StoredTensor, ...]]:
+        entry = self._owner_of(name)
+        if entry is None:
+            raise self._no_tensor(name)
+        if not (isinstance(entry, UnitEntry) and entry.shares):
+            one = self._stored(name, entry.file, name)
+            return one.spec, (one,)
+        whole = entry.wholes.get(name)
+        if whole is None:
+            raise self._no_tensor(name)
+        files = [one.file for one in entry.shares]
+        pieces = (self._stored(name, files[one.share], one.spec.name, one.offsets) for one in whole.pieces)
+        return whole.spec, tuple(pieces)
+
+    def _stored(self, name: str, file: str, stored: str, offsets: tuple[int, ...] = ()) -> StoredTensor:
+        opened = self.open(file)
+        if stored not in opened.places:
+            raise self._no_tensor(name)
+        spec, begin = opened.places[stored]
+        return StoredTensor(self.path / file, begin, spec, opened.entry, offsets)
+
+    def _no_tensor(self, name: str) -> IncompleteError:
+        return IncompleteError(f"{self.path} has no tensor {name!r}", missing=(name,))
+
+    def _owner_of(self, name: str) -> Entry | None:
+        """What has a tensor, if anything has: its unit, or its rank's local state."""
+        try:
+            parsed = layout.parse_tensor_name(name)
+        except FormatError:
+            return None
+        if isinstance(parsed, layout.UnitTensorName):
+            return self.manifest.units.get(parsed.unit)
+        return self.manifest.locals.get(parsed.rank)
 
     def read_tensors(
         self,
@@ -395,23 +368,24 @@ class Checkpoint:
         on this thread now and then with the bytes that were read so far. If a checksum is wrong, FormatError is raised
         and the destinations hold rubbish: do not train on them.
         """
-        by_file: dict[str, list[FilePiece]] = {}
+        by_file: dict[Path, list[FilePiece]] = {}
+        entries: dict[Path, FileEntry] = {}
         for name in dict.fromkeys(names):
-            spec, runs = self._files.find(name)
+            spec, pieces = self._find(name)
             target = memoryview(into(spec))
             if target.nbytes != spec.nbytes or target.readonly:
                 raise ValueError(f"{name}: {target.nbytes} bytes of memory (readonly: {target.readonly}) for {spec}")
             at = 0
-            for run in runs if spec.nbytes else ():
-                memory = as_bytes(target)[at : at + run.spec.nbytes].data
-                by_file.setdefault(run.file, []).append(FilePiece(run.begin, run.begin + run.spec.nbytes, memory))
-                at += run.spec.nbytes
+            for one in pieces if spec.nbytes else ():
+                assert one.entry is not None, "a manifest knows the checksums of all its files"
+                end = at + one.spec.nbytes
+                piece = FilePiece(one.begin, one.begin + one.spec.nbytes, as_bytes(target)[at:end].data)
+                by_file.setdefault(one.path, []).append(piece)
+                entries[one.path], at = one.entry, end
         before = 0
-        for file in sorted(by_file):
-            pieces = sorted(by_file[file], key=lambda piece: piece.begin)
-            before += read_file(
-                self.path / file, self._files.open(file).entry, pieces, self._os, _after(before, progress)
-            )
+        for path in sorted(by_file):
+            parts = sorted(by_file[path], key=lambda piece: piece.begin)
+            before += read_file(path, entries[path], parts, self._os, _after(before, progress))
 
     def read_unit(self, unit: str) -> Tensors:
         """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""

@@ -17,16 +17,15 @@ from pathlib import Path
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box, whole
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.cuts import StoredPiece
 from lastwords.checkpoint.document import damage
-from lastwords.checkpoint.entries import Cause, FileEntry, UnitEntry, by_unit
+from lastwords.checkpoint.entries import Cause, FileEntry, by_unit
 from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
 from lastwords.checkpoint.layout import MANIFEST_NAME, UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.lock_file import ReaderLock
 from lastwords.checkpoint.manifest import Manifest, read_manifest, read_published
 from lastwords.checkpoint.meta import FILE_FORMAT, FileContent, UnitMeta
-from lastwords.checkpoint.part import check_header, read_exactly
+from lastwords.checkpoint.part import read_exactly
 from lastwords.checkpoint.reshard.saved_state import SavedState, SavedUnit, buffers_of_ranks, join, read_unit, units_of
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Needs, Strategy
 from lastwords.checkpoint.reshard.transform_plan import check_fit
@@ -36,75 +35,47 @@ from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, stora
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
 from lastwords.vocabulary import UNIT_REPLICATED, Share
 
-# Files of last words that still lie in their checkpoint's directory: its manifest knows their checksums.
-
 
 class PublishedFiles:
-    """Manifests beside files, each read once. For one thread. Nobody prunes their checkpoints while this lives."""
+    """Checkpoints in whose directories files lie, each opened once. Nobody prunes them while this lives."""
 
     def __init__(self, os: Os) -> None:
         self._os = os
-        self._manifests: dict[Path, Manifest] = {}
-        self._held: list[ReaderLock] = []
-        self._opened: dict[Path, tuple[FileEntry, Header]] = {}
+        self._met: dict[Path, Checkpoint] = {}
 
-    def entry_of(self, path: Path) -> tuple[FileEntry, Header] | None:
-        """Checksums of `path` (CHECKPOINT/rank_N/NAME) and its checked header; None if no manifest lies beside.
+    def checkpoint_of(self, path: Path) -> Checkpoint | None:
+        """That in whose directory `path` (CHECKPOINT/rank_N/NAME) lies; None if no manifest lies beside it."""
+        rank_dir = where_it_leads(path).parent
+        directory = rank_dir.parent
+        if layout.parse_rank_dir(rank_dir.name) is None or not self._os.exists(directory / MANIFEST_NAME):
+            return None
+        if directory not in self._met:
+            held = ReaderLock.take(directory, self._os)
+            self._met[directory] = Checkpoint(directory, read_published(directory, self._os), self._os, held)
+        return self._met[directory]
+
+    def entry_of(self, path: Path) -> FileEntry | None:
+        """Checksums of `path`, whose header has been checked; None if no manifest lies beside.
 
         FormatError for a manifest that is damaged or lists no such file, and for a header that is not as it says.
         """
-        real = where_it_leads(path)
-        directory = real.parent.parent
-        manifest = self._manifest_of(real)
-        if manifest is None:
+        checkpoint = self.checkpoint_of(path)
+        if checkpoint is None:
             return None
-        name = f"{real.parent.name}/{real.name}"
-        entry = next((one for one in manifest.files if one.path == name), None)
-        if entry is None:
+        name = str(where_it_leads(path).relative_to(checkpoint.path))
+        if all(one.path != name for one in checkpoint.manifest.files):
             raise FormatError(
                 damage(
-                    directory / layout.MANIFEST_NAME,
+                    checkpoint.path / MANIFEST_NAME,
                     f"it does not list {name}, so that file's checksums are unknown; move files that are not "
                     f"part of the checkpoint out of its directory",
                 )
             )
-        header = check_header(
-            directory, entry, manifest.tensors_of(entry), rank=layout.PartPath.parse(name, where=str(directory)).rank,
-            global_step=manifest.global_step, os=self._os,
-        )  # fmt: skip
-        return manifest.with_chunks(entry), header
-
-    def unit_of(self, path: Path, unit: str) -> UnitEntry | None:
-        """The unit of which this file has shares, out of all of them; None if no manifest lies beside the file."""
-        manifest = self._manifest_of(where_it_leads(path))
-        return None if manifest is None else manifest.units[unit]
-
-    def stored(self, path: Path, unit: str, name: str) -> tuple[StoredTensor, ...]:
-        """Where a tensor of such a unit lies. Errors as of `entry_of`."""
-        entry = self.unit_of(path, unit)
-        assert entry is not None, "its file was opened by `unit_of`"
-        return tuple(self._piece(path, entry.shares[piece.share].file, piece) for piece in entry.wholes[name].pieces)
-
-    def _piece(self, path: Path, file: str, piece: StoredPiece) -> StoredTensor:
-        beside = where_it_leads(path).parent.parent / file
-        found = self._opened.get(beside) or self.entry_of(beside)
-        assert found is not None
-        self._opened[beside] = found
-        entry, header = found
-        return StoredTensor(beside, header.tensors[piece.spec.name][1], piece.spec, entry, piece.offsets)
-
-    def _manifest_of(self, real: Path) -> Manifest | None:
-        directory = real.parent.parent
-        if layout.parse_rank_dir(real.parent.name) is None or not self._os.exists(directory / layout.MANIFEST_NAME):
-            return None
-        if directory not in self._manifests:
-            self._held.append(ReaderLock.take(directory, self._os))
-            self._manifests[directory] = read_published(directory, self._os)
-        return self._manifests[directory]
+        return checkpoint.open(name).entry
 
     def nobody_has(self, name: str) -> bool:
         """Whether no unit of the checkpoints that were met holds a tensor; False if none was met."""
-        units = [item for manifest in self._manifests.values() for item in manifest.units.items()]
+        units = [item for checkpoint in self._met.values() for item in checkpoint.manifest.units.items()]
         return bool(units) and not any(
             spec.name == f"unit/{unit}/{name}" for unit, entry in units for spec in entry.tensors
         )
@@ -208,7 +179,9 @@ class RankFiles:
             raise IncompleteError(f"there is no file of rank {rank}", missing=(f"rank {rank}",))
         parsed = parse_tensor_name(inside) if inside not in file.header.tensors else None
         if isinstance(parsed, UnitTensorName):
-            return self._published.stored(file.path, parsed.unit, inside)
+            checkpoint = self._published.checkpoint_of(file.path)
+            assert checkpoint is not None, "the file was opened as one with shares of a unit"
+            return checkpoint.stored(inside)
         spec, begin, _ = file.header.tensors[inside]
         return (StoredTensor(file.path, begin, spec, file.entry),)
 
@@ -284,8 +257,8 @@ class RankFiles:
 
     def _read(self, rank: int, path: Path) -> RankFile:
         stamp, header = _read(path, self._os)
-        entry, header = self._published.entry_of(path) or (None, header)
         assert header is not None
+        entry = self._published.entry_of(path)
         content = read_content(header, path)
         moment = Moment(content.job, content.global_step, content.epoch, content.step)
         specs = {name: replace(spec, name=f"{rank}/{name}") for name, (spec, _, _) in header.tensors.items()}
@@ -307,13 +280,14 @@ class RankFiles:
         for unit, shares in by_unit(names).items():
             if shares[0].count == 1:
                 continue
-            entry = self._published.unit_of(path, unit)
-            if entry is None:
+            checkpoint = self._published.checkpoint_of(path)
+            if checkpoint is None:
                 raise IncompleteError(
                     f"{path} has only {len(shares)} of the {shares[0].count} shares of unit {unit}, and no "
                     f"{MANIFEST_NAME} lies beside it: give the files in their checkpoint's directory",
                     missing=tuple(str(share) for share in shares[0].all if share not in shares),
                 )
+            entry = checkpoint.manifest.units[unit]
             specs = {spec.name: TensorSpec(f"{rank}/{spec.name}", spec.dtype, spec.shape) for spec in entry.tensors}
             units.append(self._of_unit(rank, path, unit, entry.meta, specs))
         return units
