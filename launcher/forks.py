@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import is_shortage
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
-from lastwords.launcher.link import LINE_BYTES_MAX, Complaints, Connection, Inbox
+from lastwords.launcher.link import LINE_BYTES_MAX, Connection
 from lastwords.launcher.processes import PAUSE_S, kill_group
 from lastwords.launcher.protocol import Fork, Forked, Forks, Importing, Made, as_text, read, to_message
 from lastwords.liveness.process_id import is_stopped
@@ -102,9 +102,10 @@ class ForkServer:
         finally:
             theirs.close()
         peer = f"the fork server (pid {self._process.pid})"
-        inbox = Inbox(peer, lambda said: read(said, Importing | Made | Forked), Complaints())
         self._ready = False
-        self._link = Connection(ours, self._selector, inbox, self._hear)
+        self._link = Connection(
+            ours, self._selector, peer, lambda said: read(said, Importing | Made | Forked), self._hear
+        )
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""

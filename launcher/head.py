@@ -47,7 +47,6 @@ from lastwords.launcher.link import (
     STRANGER_LINE_BYTES_MAX,
     Complaints,
     Connection,
-    Inbox,
     Lines,
     Reception,
     keep_alive,
@@ -237,8 +236,10 @@ class _Launcher:
     ) -> None:
         self._head, self._token, self._address, self._complaints = head, token, address, complaints
         self.known = False
-        inbox = Inbox(f"a process at {address}", self._decode, complaints, Lines(STRANGER_LINE_BYTES_MAX))
-        self.connection = Connection(link, selector, inbox, self._hear)
+        self.connection = Connection(
+            link, selector, f"a process at {address}", self._decode, self._hear, complaints,
+            Lines(STRANGER_LINE_BYTES_MAX),
+        )  # fmt: skip
 
     def _decode(self, message: dict[str, Any]) -> Introduction | Event:
         found: Introduction | Event = read(message, FromHost if self.known else Introduction)
@@ -247,7 +248,7 @@ class _Launcher:
     def _hear(self, what: Introduction | Event | None) -> None:
         if what is None:
             if self.known and not self._head.core.stopped:
-                broken = self.connection.inbox.broken
+                broken = self.connection.broken
                 why = "says what is not understood" if broken else "has ended or cannot be reached"
                 self._head.hear(Lost(f"the launcher of host {self._address} {why}"))
         elif isinstance(what, Introduction):
@@ -257,7 +258,7 @@ class _Launcher:
 
     def _meet(self, who: Introduction) -> None:
         if not hmac.compare_digest(who.token.encode(), self._token.encode()):
-            self._complaints.tell(self.connection.inbox.peer, "does not know this job's token; it is not heard")
+            self._complaints.tell(self.connection.peer, "does not know this job's token; it is not heard")
             return self.connection.close()
         if (wrong := difference(who.version)) is not None:
             failure = f"the launcher of host {self._address} {wrong}"
@@ -290,13 +291,13 @@ class Uplink:
 
         def hear(effect: Effect | None) -> None:
             if effect is None:
-                broken = self._connection.inbox.broken
+                broken = self._connection.broken
                 why = "says what is not understood" if broken else "has ended or cannot be reached"
                 effect = Stop(f"the launcher of the first host {why}")
             obey(effect)
 
-        inbox = Inbox("the launcher of the first host", lambda message: read(message, ToHost), Complaints())
-        self._connection = Connection(link, selector, inbox, hear)
+        peer = "the launcher of the first host"
+        self._connection = Connection(link, selector, peer, lambda message: read(message, ToHost), hear)
         self._connection.tell(to_message(Introduction(token, (ranks.start, ranks.stop), PROTOCOL)))
 
     def report(self, event: Event) -> None:

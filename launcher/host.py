@@ -33,7 +33,7 @@ from lastwords.launcher.events import (
     Stopped,
 )
 from lastwords.launcher.forks import ForkServer
-from lastwords.launcher.link import Complaints, Connection, Inbox
+from lastwords.launcher.link import Complaints, Connection
 from lastwords.launcher.processes import (
     RankProcess,
     RankSeat,
@@ -504,8 +504,10 @@ class Host:
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         who = _Who()
         pid, uid = peer(link)
-        inbox = Inbox(f"process {pid}", lambda message: read(message, RankHello | FromRank, who.rank), self._complaints)
-        connection = Connection(link, self._selector, inbox, lambda report: self._hear(who, connection, report))
+        connection = Connection(
+            link, self._selector, f"process {pid}", lambda message: read(message, RankHello | FromRank, who.rank),
+            lambda report: self._hear(who, connection, report), self._complaints,
+        )  # fmt: skip
         if uid not in (os.geteuid(), 0):
             self._complaints.tell(f"user {uid}", "has come to the socket of this launcher's ranks, and is not heard")
             connection.close()

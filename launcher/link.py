@@ -1,6 +1,6 @@
 """JSON lines over sockets, and who is at the other end; what the lines mean stands in protocol.py.
 
-All that comes from a peer is decoded in `Inbox.feed`, and what cannot be is told there, once for each peer. What is
+What comes from a peer is decoded in `Connection.feed`, and what cannot be is told there, once for each peer. What is
 raised by whoever acts on a message is a mistake of this process, and is never taken for the peer's.
 """
 
@@ -93,55 +93,30 @@ class Complaints:
         _log.warning("%s %s%s", peer, what, detail)
 
 
-class Inbox:
-    """What one peer says, decoded. peer: who that is, for people. decode: FormatError for what means nothing."""
-
-    def __init__(
-        self, peer: str, decode: Callable[[dict[str, Any]], Any], complaints: Complaints, lines: Lines | None = None
-    ) -> None:
-        self.peer = peer
-        self.lines = lines or Lines()
-        self.broken = False
-        """It has said what is not understood, so it is not heard any more."""
-        self._decode, self._complaints = decode, complaints
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that are whole now."""
-        messages = self.lines.feed(data)
-        while not self.broken:
-            try:
-                raw = next(messages, None)
-                message = None if raw is None else self._decode(raw)
-            except FormatError as error:
-                self.broken = True
-                self._complaints.tell(
-                    self.peer,
-                    "says what is not understood, and is not heard any more",
-                    f": {error}; if it is a process of this job, install the same version of lastwords everywhere",
-                )
-                return
-            if message is None:
-                return
-            yield message
-
-
 class Connection:
-    """Feeds what comes over `link` to `hear`, a message at a time, and None at its end. Thread of the selector.
+    """Feeds what a peer says over `link` to `hear`, a message at a time, and None at its end. Thread of the selector.
 
-    A peer that has not been let in yet is a stranger, whose lines are short. Nobody is waited for: a peer that is
-    stopped, say, takes what it is told once it goes on.
+    peer: who that is, for people. decode: makes a message of JSON; FormatError for what means nothing. lines: of what
+    has come so far. A peer that has not been let in yet is a stranger, whose lines are short. Nobody is waited for: a
+    peer that is stopped, say, takes what it is told once it goes on.
     """
 
     def __init__(
         self,
         link: socket.socket,
         selector: selectors.BaseSelector,
-        inbox: Inbox,
+        peer: str,
+        decode: Callable[[dict[str, Any]], Any],
         hear: Callable[[Any], None],
+        complaints: Complaints | None = None,
+        lines: Lines | None = None,
     ) -> None:
-        self.inbox = inbox
+        self.peer = peer
         self.open = True
-        self._link, self._selector, self._hear = link, selector, hear
+        self.broken = False
+        """The peer has said what is not understood, so it is not heard any more."""
+        self._link, self._selector, self._decode, self._hear = link, selector, decode, hear
+        self._complaints, self._lines = complaints or Complaints(), lines or Lines()
         self._unsent = bytearray()
         self._events = selectors.EVENT_READ
         link.setblocking(False)
@@ -149,8 +124,8 @@ class Connection:
 
     def let_in(self, peer: str) -> None:
         """It has shown who it is."""
-        self.inbox.peer = peer
-        self.inbox.lines.line_bytes_max = LINE_BYTES_MAX
+        self.peer = peer
+        self._lines.line_bytes_max = LINE_BYTES_MAX
 
     def hang_up(self) -> None:
         """Nothing more is said, and the selector waits for nothing; what still comes can be read."""
@@ -225,14 +200,30 @@ class Connection:
             return False
         except OSError:
             data = b""
-        for message in self.inbox.feed(data):
-            self._hear(message)
-            if not self.open:
-                return False
-        if not data or self.inbox.broken:
+        self.feed(data)
+        if self.open and (not data or self.broken):
             self.close()
             self._hear(None)
         return self.open
+
+    def feed(self, data: bytes) -> None:
+        """Hear the messages that are whole with this."""
+        messages = self._lines.feed(data)
+        while self.open and not self.broken:
+            try:
+                raw = next(messages, None)
+                message = None if raw is None else self._decode(raw)
+            except FormatError as error:
+                self.broken = True
+                self._complaints.tell(
+                    self.peer,
+                    "says what is not understood, and is not heard any more",
+                    f": {error}; if it is a process of this job, install the same version of lastwords everywhere",
+                )
+                return
+            if message is None:
+                return
+            self._hear(message)
 
 
 def send(to: socket.socket, message: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ from lastwords.launcher.link import (
     STRANGER_LINE_BYTES_MAX,
     Complaints,
     Connection,
-    Inbox,
     Lines,
     keep_alive,
     send,
@@ -288,14 +287,15 @@ class WorkerMembership:
 
     def _connect(self, joined: Joined) -> None:
         peer = f"the scheduler at {self._cluster.address}"
-        inbox = Inbox(peer, lambda message: read(message, ToSupervisor), self._complaints, joined.lines)
-        self._scheduler = Connection(joined.link, self._selector, inbox, self._hear)
+        self._scheduler = Connection(
+            joined.link, self._selector, peer, lambda message: read(message, ToSupervisor), self._hear,
+            self._complaints, joined.lines,
+        )  # fmt: skip
         self._scheduler.let_in(peer)
         self._heard_s = self._now_s = self._own_time.at(mono_s(), ASK_S_MAX)
         for event in self._stand.repeated():
             self._scheduler.tell(to_message(event))
-        for order in self._scheduler.inbox.feed(b""):  # with the answer to the application, in the same bytes
-            self._hear(order)
+        self._scheduler.feed(b"")  # what came with the answer to the application, in the same bytes
 
     def _hear(self, order: ToSupervisor | None) -> None:
         match order:

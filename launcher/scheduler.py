@@ -45,7 +45,7 @@ from lastwords.launcher.events import (
     Stop,
 )
 from lastwords.launcher.head import Head
-from lastwords.launcher.link import STRANGER_LINE_BYTES_MAX, Complaints, Connection, Inbox, Lines, Reception, listening
+from lastwords.launcher.link import STRANGER_LINE_BYTES_MAX, Complaints, Connection, Lines, Reception, listening
 from lastwords.launcher.protocol import (
     OWN,
     Admission,
@@ -334,7 +334,7 @@ class Scheduler:
         """A process introduces itself. who: None from one of another version."""
         wanted = proof_of(self._token, link.nonce, application.apply)
         if not hmac.compare_digest(wanted.encode(), application.proof.encode()):
-            self.complaints.tell(link.connection.inbox.peer, "does not know the token of this cluster; it is not heard")
+            self.complaints.tell(link.connection.peer, "does not know the token of this cluster; it is not heard")
             return link.connection.close()
         if who is None:
             wrong = difference(application.version) or ""
@@ -534,8 +534,10 @@ class _Link:
         self.nonce = secrets.token_hex(16)
         self.address = address
         self._scheduler = scheduler
-        inbox = Inbox(f"a process at {address}", self._decode, scheduler.complaints, Lines(STRANGER_LINE_BYTES_MAX))
-        self.connection = Connection(link, selector, inbox, self._hear)
+        self.connection = Connection(
+            link, selector, f"a process at {address}", self._decode, self._hear, scheduler.complaints,
+            Lines(STRANGER_LINE_BYTES_MAX),
+        )  # fmt: skip
 
     def tell(self, order: ToSupervisor | Challenge | Admission) -> None:
         """To the process."""

@@ -33,7 +33,7 @@ from lastwords.launcher.events import (
     Updated,
 )
 from lastwords.launcher.head import Head, Listener, Uplink
-from lastwords.launcher.link import Complaints, Connection, Inbox, Lines, send
+from lastwords.launcher.link import Connection, Lines, send
 from lastwords.launcher.protocol import PROTOCOL, FromHost, Introduction, ToHost, read, to_message
 from tests import golden
 from tests.launcher.test_scheduler import reset
@@ -355,8 +355,7 @@ class Peer:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         near, self.far = socket.socketpair()
         self.heard: list[object] = []
-        inbox = Inbox("a peer", lambda message: message, Complaints())
-        self.connection = Connection(near, selector, inbox, self.heard.append)
+        self.connection = Connection(near, selector, "a peer", lambda message: message, self.heard.append)
         self.lines = Lines()
 
     def reads(self) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import selectors
 import socket
 import threading
 import tracemalloc
@@ -35,7 +36,7 @@ from lastwords.launcher.events import (
     Stopped,
     Updated,
 )
-from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Complaints, Inbox, Lines
+from lastwords.launcher.link import LINE_BYTES_MAX, STRANGER_LINE_BYTES_MAX, Complaints, Connection, Lines
 from lastwords.launcher.protocol import (
     KINDS,
     OWN,
@@ -335,11 +336,15 @@ def begun(message: dict[str, Any]) -> FromRank:
 def test_what_is_not_understood_is_told_once_for_each_peer(caplog: pytest.LogCaptureFixture) -> None:
     complaints = Complaints()
     for peer in ("rank 3", "rank 3", "rank 4"):
-        inbox = Inbox(peer, begun, complaints)
+        heard: list[object] = []
+        near, far = socket.socketpair()
         wrong, right = b'{"kind": "Begun"}\n', json.dumps(to_message(Begun(OWN))).encode() + b"\n"
-        assert [*inbox.feed(right + wrong + right)] == [Begun(RANK)]
-        assert inbox.broken
-        assert [*inbox.feed(right)] == []
+        with selectors.DefaultSelector() as selector, near, far:
+            connection = Connection(near, selector, peer, begun, heard.append, complaints)
+            connection.feed(right + wrong + right)
+            assert connection.broken
+            connection.feed(right)
+        assert heard == [Begun(RANK)]
     golden.says("\n".join(caplog.messages))
 
 
