@@ -1,4 +1,4 @@
-"""`lastwords latest`, `inspect` and `verify`. Each prints to stdout and returns a verdict."""
+"""`lastwords latest`, `inspect` and `verify`. Each prints to stdout and returns an exit code."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from lastwords.errors import IncompleteError
 from lastwords.integrations.bars import bar_of
 
 
-class CommandVerdict(enum.Enum):
-    """What a command found, from which its exit code follows."""
+class ExitCode(enum.IntEnum):
+    """What a script learns. Every command keeps to these."""
 
-    FINE = "fine"
-    NOTHING = "nothing"
-    DAMAGED = "damaged"
-    UNREADABLE = "unreadable"
+    OK = 0
+    # No checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing; `drill`: not bitwise
+    NOTHING_FOUND = 1
+    USAGE = 2  # the command line makes no sense (argparse's own code)
+    DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
+    STORAGE = 4  # the file system refused
+    AGAIN = 5  # another process was in the way, at the destination or the source; nothing is damaged
+    NOT_REPRODUCIBLE = 6  # `drill`: two runs differ although nothing was killed
+    COMMAND_FAILED = 7  # `drill`: the command fails, or hangs, by itself
 
 
-VERDICTS = {
-    load.DirectoryStatus.COMPLETE: CommandVerdict.FINE,
-    load.DirectoryStatus.INCOMPLETE: CommandVerdict.DAMAGED,
-    load.DirectoryStatus.DAMAGED: CommandVerdict.DAMAGED,
-    load.DirectoryStatus.UNREADABLE: CommandVerdict.UNREADABLE,
+EXIT_CODE_OF = {
+    load.DirectoryStatus.COMPLETE: ExitCode.OK,
+    load.DirectoryStatus.INCOMPLETE: ExitCode.DAMAGED,
+    load.DirectoryStatus.DAMAGED: ExitCode.DAMAGED,
+    load.DirectoryStatus.UNREADABLE: ExitCode.STORAGE,
 }
-_STYLES = {
-    CommandVerdict.FINE: "green",
-    CommandVerdict.DAMAGED: "red",
-    CommandVerdict.UNREADABLE: "red",
-    CommandVerdict.NOTHING: "yellow",
-}
 
 
-def latest(root: Path, job: str | None, *, as_json: bool) -> CommandVerdict:
+def latest(root: Path, job: str | None, *, as_json: bool) -> ExitCode:
     """Prints the path of the newest complete checkpoint. Newer ones that were skipped are told on stderr."""
     system = os_for([root])
     path = load.latest(root, job, system)
@@ -63,10 +62,10 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> CommandVerdict:
         say(f"no complete checkpoint{of_job} in {root}")
         if as_json:
             print_json({"path": None, "incomplete": [_found_json(found) for found in others]})
-        return _worst(others) if others else CommandVerdict.NOTHING
+        return _worst(others) if others else ExitCode.NOTHING_FOUND
     if not as_json:
         print(path)
-        return CommandVerdict.FINE
+        return ExitCode.OK
     try:
         manifest = load.open_checkpoint(path, system).manifest
     except IncompleteError:
@@ -74,10 +73,10 @@ def latest(root: Path, job: str | None, *, as_json: bool) -> CommandVerdict:
             raise
         return latest(root, job, as_json=as_json)  # it has just been pruned, so there is a newer one
     print_json({"path": str(path), **_summary_json(manifest)})
-    return CommandVerdict.FINE
+    return ExitCode.OK
 
 
-def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = False) -> CommandVerdict:
+def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = False) -> ExitCode:
     """Shows one checkpoint, one .ckpt file, or the list of checkpoints in a directory.
 
     everything: every reason of every rank why a resume is not exact; otherwise they are folded. JSON has them always.
@@ -89,7 +88,7 @@ def inspect(path: Path, *, as_json: bool, tensors: bool, everything: bool = Fals
     return _inspect_all(path, as_json=as_json, everything=everything)
 
 
-def verify(path: Path, *, as_json: bool, deep: bool) -> CommandVerdict:
+def verify(path: Path, *, as_json: bool, deep: bool) -> ExitCode:
     """Checks one checkpoint, or all in a directory, and lists every problem."""
     results = _verified(path, deep) or _verified(path, deep)  # if all were pruned meanwhile, there are newer ones
     if not results:
@@ -122,9 +121,11 @@ def verify(path: Path, *, as_json: bool, deep: bool) -> CommandVerdict:
             for found, problems in results
         ]
         what = "every byte" if deep else "manifests, sizes and headers"
-        tables.show(f"Checked {what} in {root}", ("checkpoint", "kind", "result", ""), rows, wrap=("",))
-    worst = max((_verdict_of(found, problems) for found, problems in results), key=list(CommandVerdict).index)
-    if isinstance(path, RemotePath) and worst is CommandVerdict.DAMAGED:
+        tables.console().print(
+            tables.table(f"Checked {what} in {root}", ("checkpoint", "kind", "result", ""), rows, wrap=("",))
+        )
+    worst = max((_code_of(found, problems) for found, problems in results))
+    if isinstance(path, RemotePath) and worst is ExitCode.DAMAGED:
         url = path.parent if is_checkpoint(path) else path
         say(f"where DIR still has such a checkpoint, `lastwords upload --verify DIR {url}` sends again what is damaged")
     return worst
@@ -151,29 +152,29 @@ def is_checkpoint(path: Path) -> bool:
     return named or system.exists(path / layout.MANIFEST_NAME)
 
 
-def _verdict_of(found: load.Found, problems: list[load.Problem]) -> CommandVerdict:
+def _code_of(found: load.Found, problems: list[load.Problem]) -> ExitCode:
     if not problems:
-        return CommandVerdict.FINE
-    return CommandVerdict.UNREADABLE if found.status is load.DirectoryStatus.UNREADABLE else CommandVerdict.DAMAGED
+        return ExitCode.OK
+    return ExitCode.STORAGE if found.status is load.DirectoryStatus.UNREADABLE else ExitCode.DAMAGED
 
 
-def _worst(found: list[load.Found]) -> CommandVerdict:
-    return max((VERDICTS[item.status] for item in found), key=list(CommandVerdict).index)
+def _worst(found: list[load.Found]) -> ExitCode:
+    return max(EXIT_CODE_OF[item.status] for item in found)
 
 
-def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") -> CommandVerdict:
+def nothing(path: Path, *, as_json: bool, empty: dict[str, Any], why: str = "") -> ExitCode:
     """Says that there is no checkpoint, or `why` there is none to be taken; with --json the document `empty`."""
     found = os_for([path]).leads_to_directory(path)
     say(why or (f"there is no checkpoint in {path}" if found else f"there is nothing at {path}"))
     if as_json:
         print_json(empty)
-    return CommandVerdict.NOTHING
+    return ExitCode.NOTHING_FOUND
 
 
 # ---------------------------------------------------------------------- inspect
 
 
-def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> CommandVerdict:
+def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> ExitCode:
     found, kept = load.scan(root, os_for([root])), [] if isinstance(root, RemotePath) else find_unpublished(root)
     if not found and not as_json:
         _print_drilled(root)
@@ -187,7 +188,7 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> CommandVerdi
         rows = [
             (
                 item.path.name,
-                tables.plain(item.status.value, _STYLES[VERDICTS[item.status]]),
+                _state(item),
                 item.manifest.global_step if item.manifest else "",
                 item.manifest.kind.value if item.manifest else "",
                 tables.moment(item.manifest.published_unix_ns) if item.manifest else "",
@@ -200,11 +201,13 @@ def _inspect_all(root: Path, *, as_json: bool, everything: bool) -> CommandVerdi
         ]
         columns = ("checkpoint", "state", "step", "kind", "published", "size", "job", "exact", "why")
         title = f"Checkpoints in {root}, newest first"
-        tables.show(title, columns, rows, right=("step", "size"), cut=("job",), wrap=("exact", "why"))
+        tables.console().print(
+            tables.table(title, columns, rows, right=("step", "size"), cut=("job",), wrap=("exact", "why"))
+        )
         _print_drilled(root)
         _print_unpublished(kept)
     if any(item.status is load.DirectoryStatus.COMPLETE for item in found):
-        return CommandVerdict.FINE
+        return ExitCode.OK
     return _worst(found)
 
 
@@ -224,7 +227,7 @@ def _print_unpublished(kept: list[Unpublished]) -> None:
     ]
     columns = ("directory", "step", "job", "finished parts of ranks", "")
     title = "Unpublished files, kept until you remove them"
-    tables.show(title, columns, rows, right=("step",), cut=("job",), wrap=("",))
+    tables.console().print(tables.table(title, columns, rows, right=("step",), cut=("job",), wrap=("",)))
 
 
 def _unpublished_json(kept: list[Unpublished]) -> list[dict[str, Any]]:
@@ -234,29 +237,29 @@ def _unpublished_json(kept: list[Unpublished]) -> list[dict[str, Any]]:
     ]
 
 
-def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> CommandVerdict:
-    verdict = VERDICTS[found.status]
+def _inspect_one(found: load.Found, *, as_json: bool, tensors: bool, everything: bool) -> ExitCode:
+    code = EXIT_CODE_OF[found.status]
     if as_json:
         content = None if found.manifest is None else json.loads(found.manifest.encode())
         beside = _drilled_json(found.path.parent, found.manifest)
         print_json({**_found_json(found), "drilled": beside, "manifest": content})
-        return verdict
+        return code
     if found.manifest is None:
         say(found.why)
-        return verdict
+        return code
     console = tables.console()
     _print_manifest(console, found, found.manifest, everything=everything)
     if tensors:
         specs = [spec for unit in found.manifest.units.values() for spec in unit.tensors]
         specs += [spec for local in found.manifest.locals.values() for spec in local.tensors]
         console.print(_tensor_table(specs))
-    return verdict
+    return code
 
 
 def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, everything: bool) -> None:
     rows: list[tuple[str, object]] = [
         ("checkpoint", found.path),
-        ("state", tables.plain(found.status.value, _STYLES[VERDICTS[found.status]])),
+        ("state", _state(found)),
         ("step", f"{manifest.global_step} ({_place(manifest)})"),
         ("published", tables.moment(manifest.published_unix_ns)),
         ("kind", manifest.kind.value),
@@ -297,7 +300,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         console.print(tables.table("Recorded with it", ("what", "value"), facts, wrap=("value",)))
 
 
-def _inspect_file(path: Path, *, as_json: bool) -> CommandVerdict:
+def _inspect_file(path: Path, *, as_json: bool) -> ExitCode:
     header = read_lone_header(path)
     specs = [spec for spec, _, _ in header.tensors.values()]
     if as_json:
@@ -312,12 +315,12 @@ def _inspect_file(path: Path, *, as_json: bool) -> CommandVerdict:
                 ],
             }
         )
-        return CommandVerdict.FINE
+        return ExitCode.OK
     console = tables.console()
     console.print(tables.facts([("file", path), ("size", tables.size(header.file_bytes)), ("tensors", len(specs))]))
     console.print()
     console.print(_tensor_table(specs))
-    return CommandVerdict.FINE
+    return ExitCode.OK
 
 
 def _tensor_table(specs: list[TensorSpec]) -> Any:
@@ -381,6 +384,10 @@ def _print_drilled(root: Path) -> None:
 def _drilled_json(root: Path, manifest: Manifest | None = None) -> dict[str, Any] | None:
     found = _beside(root, manifest)
     return None if found is None else asdict(found)
+
+
+def _state(found: load.Found) -> Text:
+    return tables.plain(found.status.value, "green" if found.status is load.DirectoryStatus.COMPLETE else "red")
 
 
 def _size(found: load.Found) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from lastwords import __version__
 from lastwords.checkpoint import drill_record
 from lastwords.cli import tables
+from lastwords.cli.checkpoint_commands import ExitCode
 from lastwords.drill import phases
 from lastwords.drill.compare import FAILED
 from lastwords.drill.drill import Wishes, drill
@@ -24,9 +25,6 @@ from lastwords.drill.report import Report
 from lastwords.drill.runs import Runs
 from lastwords.errors import CommandFailedError, ConfigError, StorageError
 from lastwords.optim_wrapper.launch.drill_plan import STREAM
-
-BITWISE, DIFFERENT, NOT_REPRODUCIBLE, COMMAND_FAILED = 0, 1, 6, 7
-"""Exit codes, beside those of wrong usage and of the file system."""
 
 STEPS, TIMEOUT_S, KILLS_MAX = 12, 600.0, 100
 REFUSED = ("--nnodes", "--rdzv", "--node", "--master", "--run-path", "--standalone")
@@ -63,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> ExitCode:
     """The exit code. argv: all after the word `drill`. SystemExit(2) for wrong usage."""
     parser = argparse.ArgumentParser(prog="lastwords drill", description=__doc__)
     add_arguments(parser)
@@ -85,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
     except CommandFailedError as error:
         print(f"lastwords drill: {error}", file=sys.stderr)
         kept = folder  # its output is needed
-        return COMMAND_FAILED
+        return ExitCode.COMMAND_FAILED
     else:
         if arguments.record is not None:
             drill_record.write(arguments.record, report.to_record())
@@ -164,7 +162,7 @@ def _what(command: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _drilled(runs: Runs, wishes: Wishes, report: Report, *, as_json: bool) -> int:
+def _drilled(runs: Runs, wishes: Wishes, report: Report, *, as_json: bool) -> ExitCode:
     def say(line: str) -> None:
         print(f"lastwords drill: {line}", file=sys.stderr, flush=True)
 
@@ -174,14 +172,14 @@ def _drilled(runs: Runs, wishes: Wishes, report: Report, *, as_json: bool) -> in
             f"the script is not reproducible by itself: two undisturbed runs differ, first in {report.irreproducible}. "
             f"{_unseeded(report)}Seed all generators, and on a GPU use torch.use_deterministic_algorithms(True)"
         )
-        return NOT_REPRODUCIBLE
+        return ExitCode.NOT_REPRODUCIBLE
     if not as_json:
         _show(report)
     if wishes.self_test:
         return _self_test(report)
     for line in [] if as_json else report.advice():
         print(line)
-    return BITWISE if report.is_bitwise else DIFFERENT
+    return ExitCode.OK if report.is_bitwise else ExitCode.NOTHING_FOUND
 
 
 def _unseeded(report: Report) -> str:
@@ -196,15 +194,15 @@ def _show(report: Report) -> None:
     tables.console().print(tables.table(title, columns, rows, wrap=columns[-1:]))
 
 
-def _self_test(report: Report) -> int:
+def _self_test(report: Report) -> ExitCode:
     """Whether the bit that was spoilt was named."""
     (verdict,) = report.verdicts
     found = verdict.at_resume
     if found is not None and (found.kind, found.name, found.rank) == ("parameter", verdict.spoilt, 0):
         print(f"self-test: one bit of {found.name} was spoilt on rank 0, and was found")
-        return BITWISE
+        return ExitCode.OK
     print("self-test failed: one bit was spoilt on rank 0, and the drill has not named it")
-    return DIFFERENT
+    return ExitCode.NOTHING_FOUND
 
 
 def _write(where: str, document: dict[str, Any]) -> None:

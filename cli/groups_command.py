@@ -12,7 +12,7 @@ from rich.text import Text
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.cli import tables
-from lastwords.cli.checkpoint_commands import VERDICTS, CommandVerdict, is_checkpoint, nothing, print_json, say
+from lastwords.cli.checkpoint_commands import EXIT_CODE_OF, ExitCode, is_checkpoint, nothing, print_json, say
 from lastwords.errors import GroupInfoError
 from lastwords.sharding.describe import may_die, ranks_text
 from lastwords.sharding.group_info import GroupInfo, read_group_info
@@ -67,7 +67,7 @@ class _Groups:
         }
 
 
-def groups(path: Path, *, as_json: bool) -> CommandVerdict:
+def groups(path: Path, *, as_json: bool) -> ExitCode:
     """Shows the units of a checkpoint, of the group_info files in a directory, or of its newest checkpoint."""
     empty: dict[str, Any] = {"path": str(path), "units": []}
     if is_checkpoint(path):
@@ -80,7 +80,7 @@ def groups(path: Path, *, as_json: bool) -> CommandVerdict:
         if contradictions:
             return _damaged(path, contradictions, as_json=as_json)
         _show(_of_files(path, sound), as_json=as_json)
-        return CommandVerdict.FINE
+        return ExitCode.OK
     checkpoints = load.scan(path) if path.is_dir() else []
     complete = [found for found in checkpoints if found.status is load.DirectoryStatus.COMPLETE]
     if checkpoints:
@@ -89,7 +89,7 @@ def groups(path: Path, *, as_json: bool) -> CommandVerdict:
         say(f"there is neither a group_info file nor a checkpoint in {path}")
         if as_json:
             print_json(empty)
-        return CommandVerdict.NOTHING
+        return ExitCode.NOTHING_FOUND
     return nothing(path, as_json=as_json, empty=empty)
 
 
@@ -162,14 +162,14 @@ def _of_files(path: Path, found: Mapping[Path, GroupInfo]) -> _Groups:
 # ---------------------------------------------------------------------- checkpoints
 
 
-def _of_checkpoint(found: load.Found, *, as_json: bool) -> CommandVerdict:
-    verdict = VERDICTS[found.status]
+def _of_checkpoint(found: load.Found, *, as_json: bool) -> ExitCode:
+    code = EXIT_CODE_OF[found.status]
     if found.why:
         say(found.why)
     if found.manifest is None:
         if as_json:
             print_json({"path": str(found.path), "units": [], "problems": [found.why]})
-        return verdict
+        return code
     manifest = found.manifest
     recorded = {unit: _holders(manifest, unit) for unit in manifest.units}
     rows = tuple(
@@ -180,7 +180,7 @@ def _of_checkpoint(found: load.Found, *, as_json: bool) -> CommandVerdict:
     if None in recorded.values():
         notes = (*notes, "this checkpoint does not say which ranks held its units")
     _show(_Groups("manifest", found.path, manifest.holders_world_size, rows, notes), as_json=as_json)
-    return verdict
+    return code
 
 
 def _holders(manifest: Manifest, unit: str) -> tuple[int, ...] | None:
@@ -238,9 +238,9 @@ def _may_die(holders: Sequence[int]) -> Text:
     return tables.plain(may_die(len(holders)), "red" if len(holders) == 1 else "")
 
 
-def _damaged(path: Path, problems: Sequence[str], *, as_json: bool) -> CommandVerdict:
+def _damaged(path: Path, problems: Sequence[str], *, as_json: bool) -> ExitCode:
     for problem in problems:
         say(problem)
     if as_json:
         print_json({"path": str(path), "units": [], "problems": list(problems)})
-    return CommandVerdict.DAMAGED
+    return ExitCode.DAMAGED

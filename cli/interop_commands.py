@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lastwords.cli import tables
+from lastwords.cli.checkpoint_commands import ExitCode, print_json
 from lastwords.errors import ConfigError
 from lastwords.integrations.bars import bar
 
@@ -86,21 +84,21 @@ def _units(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> ExitCode:
     """Runs one of the commands; returns its exit code."""
     if arguments.command == "diff":
         return _diff(arguments)
     return _convert(arguments) if arguments.command == "convert" else _export(arguments)
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _convert(arguments: argparse.Namespace) -> ExitCode:
     with bar("convert") as progress:
         path = _converted(arguments, progress)
     if arguments.json:
-        _print_json({"path": str(path)})
+        print_json({"path": str(path)})
     else:
         print(path)
-    return 0
+    return ExitCode.OK
 
 
 def _converted(arguments: argparse.Namespace, progress: Callable[[int, int], None] | None) -> Path:
@@ -130,7 +128,7 @@ def _converted(arguments: argparse.Namespace, progress: Callable[[int, int], Non
     return from_dcp(arguments.source, arguments.out, told, model=model, optimizer=optimizer, progress=progress)
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> ExitCode:
     from lastwords.integrations.export import export_safetensors  # brings torch, which most commands do without
 
     with bar("export") as progress:
@@ -145,14 +143,14 @@ def _export(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
     if arguments.json:
-        _print_json({"path": str(arguments.out), "files": [file.name for file in files]})
-        return 0
+        print_json({"path": str(arguments.out), "files": [file.name for file in files]})
+        return ExitCode.OK
     for file in files:
         print(file)
-    return 0
+    return ExitCode.OK
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def _diff(arguments: argparse.Namespace) -> ExitCode:
     from lastwords.integrations.diff import diff
 
     found = diff(arguments.a, arguments.b, weights_only=arguments.weights)
@@ -163,8 +161,8 @@ def _diff(arguments: argparse.Namespace) -> int:
             "same": found.same,
             "differences": [dataclasses.asdict(item) for item in found.differences],
         }
-        _print_json(content)
-        return 1 if found.differences else 0
+        print_json(content)
+        return ExitCode.NOTHING_FOUND if found.differences else ExitCode.OK
     console = tables.console()
     console.print(
         tables.facts([("A", f"{found.a} (step {found.steps[0]})"), ("B", f"{found.b} (step {found.steps[1]})")])
@@ -177,7 +175,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     left = len(found.differences) - len(shown)
     text = f"{found.same} the same bit for bit, {len(found.differences)} different"
     console.print(tables.plain(text + (f" ({left} not shown; --all shows them)" if left else "")))
-    return 1 if found.differences else 0
+    return ExitCode.NOTHING_FOUND if found.differences else ExitCode.OK
 
 
 def _ties(texts: list[str]) -> dict[str, str]:
@@ -185,11 +183,6 @@ def _ties(texts: list[str]) -> dict[str, str]:
     if len(ties) != len(texts):
         raise ConfigError(f"--tied {' --tied '.join(texts)}: write each OTHER=NAME, and each OTHER once")
     return ties
-
-
-def _print_json(content: Any) -> None:
-    json.dump(content, sys.stdout, indent=2)
-    sys.stdout.write("\n")
 
 
 def size_of(text: str) -> int:

@@ -7,7 +7,6 @@ see `ExitCode`.
 from __future__ import annotations
 
 import argparse
-import enum
 import json
 import logging
 import math
@@ -20,6 +19,7 @@ from lastwords import __version__, log_lines
 from lastwords.checkpoint.remote.store import place
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import drill_command, interop_commands, retention_commands, transform_command
+from lastwords.cli.checkpoint_commands import ExitCode
 from lastwords.controller.launch import start_successor
 from lastwords.errors import (
     BusyError,
@@ -50,20 +50,6 @@ def open_missing() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free is this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-class ExitCode(enum.IntEnum):
-    """What a script learns. Every command keeps to these."""
-
-    OK = 0
-    # No checkpoint, no controller answers; `diff`: the two differ; `transform`: parts missing; `drill`: not bitwise
-    NOTHING_FOUND = 1
-    USAGE = 2  # the command line makes no sense (argparse's own code)
-    DAMAGED = 3  # something is there, but damaged, incomplete, or of a newer format
-    STORAGE = 4  # the file system refused
-    AGAIN = 5  # another process was in the way, at the destination or the source; nothing is damaged
-    NOT_REPRODUCIBLE = 6  # `drill`: two runs differ although nothing was killed
-    COMMAND_FAILED = 7  # `drill`: the command fails, or hangs, by itself
 
 
 OF_JOBS = (["run"], ["worker"], ["scheduler"])
@@ -232,9 +218,9 @@ def _main(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.command in interop_commands.COMMANDS:
-        return ExitCode(interop_commands.run(arguments))
+        return interop_commands.run(arguments)
     if arguments.command == "transform":
-        return ExitCode(transform_command.run(arguments))
+        return transform_command.run(arguments)
     if arguments.command == "status":
         from lastwords.cli.status_command import status  # brings gRPC, which the other commands do without
 
@@ -255,27 +241,20 @@ def _run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.command == "prune":
         return _pruned(arguments)
     if arguments.command == "upload":
-        verdict = retention_commands.upload(arguments)
-    elif arguments.command == "ls":
-        verdict = retention_commands.listed(arguments.path, as_json=arguments.json)
-    elif arguments.command == "latest":
-        verdict = commands.latest(arguments.path, arguments.job, as_json=arguments.json)
-    elif arguments.command == "groups":
+        return retention_commands.upload(arguments)
+    if arguments.command == "ls":
+        return retention_commands.listed(arguments.path, as_json=arguments.json)
+    if arguments.command == "latest":
+        return commands.latest(arguments.path, arguments.job, as_json=arguments.json)
+    if arguments.command == "groups":
         from lastwords.cli.groups_command import groups  # brings protobuf
 
-        verdict = groups(arguments.path, as_json=arguments.json)
-    elif arguments.command == "inspect":
-        verdict = commands.inspect(
+        return groups(arguments.path, as_json=arguments.json)
+    if arguments.command == "inspect":
+        return commands.inspect(
             arguments.path, as_json=arguments.json, tensors=arguments.tensors, everything=arguments.all
         )
-    else:
-        verdict = commands.verify(arguments.path, as_json=arguments.json, deep=not arguments.quick)
-    return {
-        commands.CommandVerdict.FINE: ExitCode.OK,
-        commands.CommandVerdict.NOTHING: ExitCode.NOTHING_FOUND,
-        commands.CommandVerdict.DAMAGED: ExitCode.DAMAGED,
-        commands.CommandVerdict.UNREADABLE: ExitCode.STORAGE,
-    }[verdict]
+    return commands.verify(arguments.path, as_json=arguments.json, deep=not arguments.quick)
 
 
 def _recovered(arguments: argparse.Namespace) -> ExitCode:

@@ -25,7 +25,7 @@ from lastwords.checkpoint.retention import VerifiedOnce
 from lastwords.checkpoint.system import Os
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import tables
-from lastwords.cli.checkpoint_commands import CommandVerdict
+from lastwords.cli.checkpoint_commands import ExitCode
 from lastwords.errors import CheckpointError, ConfigError, IncompleteError, StorageError
 from lastwords.integrations.bars import bar_of, bars
 
@@ -50,7 +50,7 @@ def add_parsers(add: Add) -> None:
     prune.add_argument("--dry-run", action="store_true", help="remove nothing; show what would go")
 
 
-def listed(root: Path, *, as_json: bool) -> CommandVerdict:
+def listed(root: Path, *, as_json: bool) -> ExitCode:
     """Prints every checkpoint in `root`, newest first."""
     found = load.scan(root, os_for([root]))
     if not found:
@@ -61,10 +61,12 @@ def listed(root: Path, *, as_json: bool) -> CommandVerdict:
     else:
         columns = ("checkpoint", "step", "kind", "size", "age", "complete", "exact", "job")
         rows = [_row(one, now_ns) for one in found]
-        tables.show(f"Checkpoints in {root}", columns, rows, right=("step", "size", "age"), cut=("job",))
+        tables.console().print(
+            tables.table(f"Checkpoints in {root}", columns, rows, right=("step", "size", "age"), cut=("job",))
+        )
     if any(one.status is load.DirectoryStatus.COMPLETE for one in found):
-        return CommandVerdict.FINE
-    return max((commands.VERDICTS[one.status] for one in found), key=list(CommandVerdict).index)
+        return ExitCode.OK
+    return max(commands.EXIT_CODE_OF[one.status] for one in found)
 
 
 def _row(one: load.Found, now_ns: int) -> tuple[object, ...]:
@@ -185,7 +187,7 @@ def _print_outcomes(
     if rows:
         title = f"{'Would be removed' if dry_run else 'Removed'} from {root}"
         columns = ("checkpoint", "step", "kind", "job")
-        tables.show(title, columns, rows, right=("step",), cut=("job",))
+        tables.console().print(tables.table(title, columns, rows, right=("step",), cut=("job",)))
     else:
         tables.console().print("nothing to remove" if not outcomes else "nothing was removed")
     if kept:
@@ -237,7 +239,7 @@ def add_parser(add: Add) -> None:
     upload.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def upload(arguments: argparse.Namespace) -> CommandVerdict:
+def upload(arguments: argparse.Namespace) -> ExitCode:
     """Uploads, and prints what has been uploaded now. Raises StorageError if the store refuses."""
     root: Path = arguments.path
     to: RemotePath = arguments.url
@@ -251,7 +253,7 @@ def upload(arguments: argparse.Namespace) -> CommandVerdict:
             os.setpriority(os.PRIO_PROCESS, 0, _NICE)
         uploader = Uploader(roots, to, arguments.job)
         everything = follow(uploader.upload_missing, wait_on(sys.stdin.fileno()))
-        return CommandVerdict.FINE if everything else CommandVerdict.UNREADABLE
+        return ExitCode.OK if everything else ExitCode.STORAGE
     if not root.is_dir():
         return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []})
     with bars() as tell:
@@ -263,4 +265,4 @@ def upload(arguments: argparse.Namespace) -> CommandVerdict:
     else:
         for one in uploaded:
             print(f"{to / one.name}")
-    return CommandVerdict.FINE
+    return ExitCode.OK

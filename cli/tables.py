@@ -206,19 +206,6 @@ def table(
     return _Rows(title, columns, cells, right, cut, wrap)
 
 
-def show(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    right: Sequence[str] = (),
-    cut: Sequence[str] = (),
-    wrap: Sequence[str] = (),
-) -> None:
-    """Print a table to stdout."""
-    console().print(table(title, columns, rows, right=right, cut=cut, wrap=wrap))
-
-
 class _Facts:
     """Names, and beside them the values. In a terminal they are wrapped between words, elsewhere no line is broken."""
 

@@ -10,18 +10,12 @@ from lastwords.checkpoint import load
 from lastwords.checkpoint.reshard.strategy import WORLD_SIZE_MAX
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import tables
-from lastwords.cli.checkpoint_commands import print_json, say
+from lastwords.cli.checkpoint_commands import ExitCode, print_json, say
 from lastwords.errors import ConfigError
 from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.transform import TransformOutcome, prepared, transform
 
 WHOLE = "whole"
-RANKS_MISSING = 1
-"""Exit code where other ranks' parts are still to be written: `NOTHING_FOUND`, no checkpoint is there yet."""
-
-DAMAGED = 3
-"""Exit code where `--verify` has found a byte that is not as it was written."""
-
 _LISTED_MAX = 16
 
 
@@ -53,7 +47,7 @@ def add_parser(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> ExitCode:
     """Runs the command; returns its exit code."""
     to = None if arguments.to == WHOLE else Path(arguments.to)
     ranks = None if arguments.ranks is None else ranks_of(arguments.ranks)
@@ -80,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in problems:
             say(problem.text)
         if problems:
-            return DAMAGED
+            return ExitCode.DAMAGED
         if not arguments.json:
             print(done.path)
-        return 0
+        return ExitCode.OK
     if done.busy == done.missing != ():
         say(
             f"another process is writing the missing ranks ({_listed(done)}), and publishes the checkpoint when it "
@@ -99,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
             "all files are written, but another process has locked the destination; it publishes the checkpoint, "
             "or else run the same command again"
         )
-    return RANKS_MISSING
+    return ExitCode.NOTHING_FOUND  # yet: other ranks' parts are still to be written
 
 
-def _dry_run(arguments: argparse.Namespace, to: Path | None, ranks: list[int] | None) -> int:
+def _dry_run(arguments: argparse.Namespace, to: Path | None, ranks: list[int] | None) -> ExitCode:
     with prepared(arguments.source, arguments.out, to, ranks, REAL_OS) as (work, chosen):
         files = list(work.files(chosen))
     total = sum(nbytes for _, nbytes, _ in files)
@@ -110,7 +104,7 @@ def _dry_run(arguments: argparse.Namespace, to: Path | None, ranks: list[int] | 
         parts = [{"rank": rank, "bytes": nbytes, "reads": list(map(str, reads))} for rank, nbytes, reads in files]
         exists = work.final.exists()
         print_json({"path": str(work.final), "exists": exists, "writes": parts, "bytes": total})
-        return 0
+        return ExitCode.OK
     console = tables.console()
     rows = [(rank, tables.size(nbytes), ", ".join(map(_short, reads))) for rank, nbytes, reads in files]
     if rows:
@@ -121,7 +115,7 @@ def _dry_run(arguments: argparse.Namespace, to: Path | None, ranks: list[int] | 
         f"{left} file(s), {tables.size(total)} would be written" if left else f"{work.final}: nothing is left to write"
     )
     console.print(tables.plain(f"{what}; this was a dry run, and nothing was touched"))
-    return 0
+    return ExitCode.OK
 
 
 def _short(path: Path) -> str:
