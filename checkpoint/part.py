@@ -154,7 +154,7 @@ def read_header(
     raw = read_exactly(fd, length, path, os)
     header = decode_header(raw, file_bytes=entry.bytes, where=where)
     # The step comes before the checksum: "of another step" says more than "damaged".
-    _check_metadata(header, where, rank=rank, global_step=global_step)
+    _check_place(content_of(header, where), where, rank=rank, global_step=global_step)
     if length != entry.header_bytes or xxhash.xxh3_64_hexdigest(raw) != entry.header_sum:
         raise FormatError(damage(where, "its header does not match its checksum"))
     found = {name: (spec.dtype, spec.shape) for name, (spec, _, _) in header.tensors.items()}
@@ -169,6 +169,8 @@ def read_lone_header(path: Path, os: Os = REAL_OS) -> Header:
     """Header of any safetensors file, checked against its size only: no manifest, step or checksum is known."""
     try:
         fd = os.open_read(path)
+    except FileNotFoundError as error:
+        raise IncompleteError(f"{path} is missing; restore it", missing=(str(path),)) from error
     except OSError as error:
         raise storage_error("opening", path, error) from error
     try:
@@ -209,27 +211,34 @@ def check_unchanged(directory: Path, entry: FileEntry, os: Os = REAL_OS) -> None
         raise FormatError(damage(path, "its header does not match its checksum"))
 
 
-def _check_metadata(header: Header, where: str, *, rank: int, global_step: int) -> None:
+def content_of(header: Header, where: Path | str) -> FileContent:
+    """The JSON in the header of a file of ours. FormatError for any other."""
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         raise FormatError(damage(where, "it was not written by lastwords: its metadata lack the key 'lastwords'"))
     try:
-        content = json.loads(text)
-        version, found_rank, found_step = content["format"], content["rank"], content["global_step"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(damage(where, "its metadata cannot be read")) from error
-    if type(version) is int and version > FILE_FORMAT:
+        content = typed(json.loads(text), FileContent, METADATA_KEY)
+    except (ValueError, RecursionError, FormatError) as error:
+        raise FormatError(damage(where, f"its metadata cannot be read ({error})")) from error
+    if content.format > FILE_FORMAT:
         raise FormatError(
-            f"{where} was written by a newer lastwords, format {version}; this one reads up to {FILE_FORMAT}; upgrade"
+            f"{where} was written by a newer lastwords, format {content.format}; this one reads up to {FILE_FORMAT}; "
+            "upgrade"
         )
-    if found_step != global_step:
+    if (content.units is None) == (content.meta is None):
+        raise FormatError(damage(where, "its metadata cannot be read (either units or meta has to be there)"))
+    return content
+
+
+def _check_place(content: FileContent, where: str, *, rank: int, global_step: int) -> None:
+    if content.global_step != global_step:
         raise FormatError(
-            f"{where} is of global step {found_step!r}, the manifest is of step {global_step}; a file of another "
-            "checkpoint was put here: restore the right file or use another checkpoint"
+            f"{where} is of global step {content.global_step}, the manifest is of step {global_step}; a file of "
+            "another checkpoint was put here: restore the right file or use another checkpoint"
         )
-    if found_rank != rank:
+    if content.rank != rank:
         raise FormatError(
-            f"{where} was written by rank {found_rank!r}, not by rank {rank}; restore the right file or use another "
+            f"{where} was written by rank {content.rank}, not by rank {rank}; restore the right file or use another "
             "checkpoint"
         )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.checkpoint.part import read_lone_header
-from lastwords.checkpoint.reshard.rank_files import CheckpointSource, RankFiles, read_content
+from lastwords.checkpoint.part import content_of, read_lone_header
+from lastwords.checkpoint.reshard.rank_files import CheckpointSource, RankFiles
 from lastwords.checkpoint.reshard.rank_transform import SUFFIX, strategy_or_none, transform_rank
 from lastwords.checkpoint.reshard.strategy import Strategy, strategy_of, text
 from lastwords.checkpoint.system import REAL_OS, Os, make_directory, storage_errors, sync_directory
@@ -112,7 +112,7 @@ def newest_files(source: Path, os: Os = REAL_OS) -> dict[int, Path]:
         with storage_errors("listing", source / name):
             files = [source / name / file for file in os.listdir(source / name) if _is_one(file)]
         for path in files:
-            step = read_content(read_lone_header(path, os), path).global_step
+            step = content_of(read_lone_header(path, os), path).global_step
             if step > steps.get(rank, 0):
                 steps[rank], newest[rank] = step, path
     if not newest:

@@ -8,30 +8,27 @@ other no checksums are known: all that is noticed is that it was replaced or wri
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.boxes import Box, whole
-from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.entries import Cause, FileEntry, by_unit
-from lastwords.checkpoint.format import METADATA_KEY, Header, TensorSpec, decode_header, header_length
+from lastwords.checkpoint.format import Header, TensorSpec
 from lastwords.checkpoint.layout import MANIFEST_NAME, UnitTensorName, parse_tensor_name
-from lastwords.checkpoint.load import Checkpoint
+from lastwords.checkpoint.load import Checkpoint, Stamp, stamp_of
 from lastwords.checkpoint.lock_file import ReaderLock
 from lastwords.checkpoint.manifest import Manifest, read_manifest, read_published
-from lastwords.checkpoint.meta import FILE_FORMAT, FileContent, UnitMeta
-from lastwords.checkpoint.part import read_exactly
+from lastwords.checkpoint.meta import FileContent, UnitMeta
+from lastwords.checkpoint.part import content_of, read_lone_header
 from lastwords.checkpoint.reshard.saved_state import SavedState, SavedUnit, buffers_of_ranks, join, read_unit, units_of
 from lastwords.checkpoint.reshard.strategy import Cut, Held, Needs, Strategy
 from lastwords.checkpoint.reshard.transform_plan import check_fit
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors, where_it_leads
+from lastwords.checkpoint.system import REAL_OS, Os, where_it_leads
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
 from lastwords.vocabulary import UNIT_REPLICATED, Share
 
@@ -86,29 +83,17 @@ Boxes = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Of which step a state is. epoch and step: 1-based."""
-
-    job: str
-    global_step: int
-    epoch: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class RankFile:
     """One file whose header has been read. Names of its units' specs are `{rank}/{name in the file}`."""
 
     rank: int
     path: Path
-    moment: Moment
+    content: FileContent
     header: Header
-    stamp: tuple[int, ...]
+    stamp: Stamp | None
     units: tuple[SavedUnit, ...]
     entry: FileEntry | None
     """Its checksums, if a manifest knows them."""
-    of_last_words: bool
-    """False for one that a transformation has written."""
 
     def has(self, name: str, box: Box) -> bool:
         """Whether this part of a tensor is in the file."""
@@ -145,9 +130,9 @@ class RankFiles:
         return all(file.entry is not None for file in self._opened.values() if file is not None)
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> FileContent:
         """Of what has been opened."""
-        return next(file.moment for file in self._opened.values() if file is not None)
+        return next(file.content for file in self._opened.values() if file is not None)
 
     def saved_for(self, wanted: Strategy | None, rank: int) -> SavedState:
         """All that is known of what destination rank `rank` needs (`wanted` None: everything).
@@ -188,10 +173,7 @@ class RankFiles:
     def check_unchanged(self) -> None:
         """ReplacedError if a file is not the one any more whose header was read."""
         for file in filter(None, self._opened.values()):
-            now = None
-            with contextlib.suppress(IncompleteError):
-                now = _read(file.path, self._os, header=False)[0]
-            if now != file.stamp:
+            if stamp_of(file.path, self._os) != file.stamp:
                 raise ReplacedError(f"{file.path} was replaced, changed or removed while it was read; try again")
 
     # ------------------------------------------------------------------ inside
@@ -246,7 +228,7 @@ class RankFiles:
         """
         for rank in (*self._opened, *self._files):
             file = self._open(rank)
-            if file is not None and not file.of_last_words:
+            if file is not None and file.content.meta is not None:
                 return
 
     def _open(self, rank: int) -> RankFile | None:
@@ -256,11 +238,9 @@ class RankFiles:
         return self._opened[rank]
 
     def _read(self, rank: int, path: Path) -> RankFile:
-        stamp, header = _read(path, self._os)
-        assert header is not None
+        stamp, header = stamp_of(path, self._os), read_lone_header(path, self._os)
         entry = self._published.entry_of(path)
-        content = read_content(header, path)
-        moment = Moment(content.job, content.global_step, content.epoch, content.step)
+        content = content_of(header, path)
         specs = {name: replace(spec, name=f"{rank}/{name}") for name, (spec, _, _) in header.tensors.items()}
         if content.meta is not None:
             meta = UnitMeta.read(unpack(content.meta, str(path)), str(path))
@@ -272,7 +252,7 @@ class RankFiles:
                 if Share.parse(unit).count == 1
             ]
             units += self._of_shares(rank, path, content.units or {})
-        return RankFile(rank, path, moment, header, stamp, tuple(units), entry, content.meta is None)
+        return RankFile(rank, path, content, header, stamp, tuple(units), entry)
 
     def _of_shares(self, rank: int, path: Path, names: Iterable[str]) -> list[SavedUnit]:
         """Units of last words of which the file has shares: whole, since the other shares lie beside it."""
@@ -409,49 +389,11 @@ class RankFiles:
     def _refuse_mixed(self, opened: Sequence[RankFile]) -> None:
         for file in opened[1:]:
             first = opened[0]
-            if file.moment.global_step != first.moment.global_step:
+            if file.content.global_step != first.content.global_step:
                 raise MismatchError(
-                    f"{first.path} is of global step {first.moment.global_step} and {file.path} of step "
-                    f"{file.moment.global_step}; all files must be of the same step"
+                    f"{first.path} is of global step {first.content.global_step} and {file.path} of step "
+                    f"{file.content.global_step}; all files must be of the same step"
                 )
-
-
-def read_content(header: Header, path: Path) -> FileContent:
-    """The JSON of a file of ours. FormatError for any other."""
-    text = header.metadata.get(METADATA_KEY)
-    if text is None:
-        raise FormatError(damage(path, "it was not written by lastwords: its metadata lack the key 'lastwords'"))
-    try:
-        content = typed(json.loads(text), FileContent, METADATA_KEY)
-    except (ValueError, RecursionError, FormatError) as error:
-        raise FormatError(damage(path, f"its metadata cannot be read ({error})")) from error
-    if (content.units is None) == (content.meta is None):
-        raise FormatError(damage(path, "its metadata cannot be read (either units or meta has to be there)"))
-    if content.format > FILE_FORMAT:
-        raise FormatError(
-            f"{path} was written by a newer lastwords, format {content.format}; this one reads up to {FILE_FORMAT}; "
-            "upgrade"
-        )
-    return content
-
-
-def _read(path: Path, os: Os, *, header: bool = True) -> tuple[tuple[int, ...], Header | None]:
-    """Stamp of a file, and its header."""
-    try:
-        fd = os.open_read(path)
-    except FileNotFoundError as error:
-        raise IncompleteError(f"{path} is missing; restore it", missing=(str(path),)) from error
-    except OSError as error:
-        raise storage_error("opening", path, error) from error
-    try:
-        with storage_errors("reading", path):
-            stamp, size = os.stamp(fd), os.size(fd)
-        if not header:
-            return stamp, None
-        length = header_length(read_exactly(fd, min(8, size), path, os), file_bytes=size, where=str(path))
-        return stamp, decode_header(read_exactly(fd, length, path, os), file_bytes=size, where=str(path))
-    finally:
-        close(fd, path, os)
 
 
 def _locals_of(files: Sequence[RankFile]) -> dict[str, TensorSpec]:
@@ -490,7 +432,7 @@ class CheckpointSource:
     def __init__(self, checkpoint: Checkpoint, os: Os = REAL_OS) -> None:
         manifest = checkpoint.manifest
         self.checkpoint = checkpoint
-        self.moment = Moment(manifest.job, manifest.global_step, manifest.epoch, manifest.step)
+        self.moment = manifest
         units = [unit for _, unit in units_of(checkpoint.path, manifest)]
         self.saved = join(units, copies=manifest.moved)
         self.saved.check()

@@ -14,8 +14,9 @@ from typing import Protocol
 from lastwords.checkpoint.appearing import making_file, refuse_existing
 from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
+from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import FILE_FORMAT, FileContent
-from lastwords.checkpoint.reshard.rank_files import Moment, RankFiles
+from lastwords.checkpoint.reshard.rank_files import RankFiles
 from lastwords.checkpoint.reshard.saved_state import SavedState
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy, text
 from lastwords.checkpoint.reshard.transform_plan import Streamed, meta_of, of_rank, planned, whole_strategy
@@ -36,7 +37,8 @@ class Source(StoredFiles, Protocol):
     def checked(self) -> bool: ...
 
     @property
-    def moment(self) -> Moment: ...
+    def moment(self) -> Manifest | FileContent:
+        """What says of which step it is."""
 
     def saved_for(self, wanted: Strategy | None, rank: int) -> SavedState:
         """What destination rank `rank` needs, found and checked; nothing of the tensors is read."""
