@@ -83,10 +83,10 @@ class SaverSpec:
 
 
 class SaveJob:
-    """One order to save, carried out by a daemon thread; exactly one of the callbacks `done`, `failed` follows.
+    """One order to save, carried out by a daemon thread, which ends with SaveFinished or SaveErrored.
 
-    `progress` gets the bytes written so far, and whether the writer is inside fsync or the like. It is called by the
-    writer and by a thread of its own. After `cancel()` neither callback is called.
+    handle: takes these, and SaveProgressed before; called by the writer and by a thread of its own. After `cancel()`
+    nothing more comes.
     """
 
     def __init__(
@@ -94,10 +94,8 @@ class SaveJob:
         order: Save,
         stand: Stand,
         spec: SaverSpec,
+        handle: Callable[[Event], None],
         *,
-        progress: Callable[[Save, int, bool], None],
-        done: Callable[[Save, int], None],
-        failed: Callable[[Save, str, bool], None],
         after: SaveJob | None = None,
         watch: SyncWatch | None = None,
     ) -> None:
@@ -105,9 +103,7 @@ class SaveJob:
         self._stand = stand
         self._spec = spec
         self._after = after  # an earlier attempt's job, cancelled: it must be off the files before this one starts
-        self._on_progress = progress
-        self._on_done = done
-        self._on_failed = failed
+        self._handle = handle
         self._cancelled = threading.Event()
         self._over = threading.Event()
         self._watch = watch or SyncWatch()
@@ -116,7 +112,7 @@ class SaveJob:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start writing. UnavailableError if no thread can be started; then no call-back follows."""
+        """Start writing. UnavailableError if no thread can be started; then nothing is told."""
         self._thread = threads.start(self._run, name="lastwords-saver")
 
     def cancel(self) -> None:
@@ -158,7 +154,7 @@ class SaveJob:
         else:
             self._over.set()
             if not self._cancelled.is_set():
-                self._on_done(self.order, written)
+                self._handle(SaveFinished(self.order.incident, self.order.attempt, written))
         finally:
             self._over.set()
 
@@ -166,14 +162,14 @@ class SaveJob:
         while not self._over.wait(SYNC_INTERVAL_S) and not self._cancelled.is_set():
             try:
                 if self._watch.inside:
-                    self._on_progress(self.order, self._written, True)
+                    self._say_progress(syncing=True)
             except Exception:  # outermost loop of this thread: the controller has to hear of the next one
                 _log.exception("rank %s could not say that it syncs step %s", self._spec.rank, self.order.step)
 
     def _fail(self, reason: str, storage: bool) -> None:
         self._over.set()
         if not self._cancelled.is_set():
-            self._on_failed(self.order, reason, storage)
+            self._handle(SaveErrored(self.order.incident, self.order.attempt, reason, storage))
 
     def _progress(self, written: int) -> None:
         if self._cancelled.is_set():
@@ -182,7 +178,10 @@ class SaveJob:
         now_mono_s = clock.mono_s()
         if now_mono_s - self._reported_mono_s >= PROGRESS_INTERVAL_S:
             self._reported_mono_s = now_mono_s
-            self._on_progress(self.order, written, False)
+            self._say_progress(syncing=False)
+
+    def _say_progress(self, *, syncing: bool) -> None:
+        self._handle(SaveProgressed(self.order.incident, self.order.attempt, self._written, syncing))
 
     def _write(self) -> int:
         order = self.order
@@ -390,14 +389,6 @@ class Writers:
             job.wait(max(deadline_mono_s - clock.mono_s(), 0.0))
 
     def _job(self, order: Save, stand: Stand, spec: SaverSpec, after: SaveJob | None) -> SaveJob:
-        job = SaveJob(
-            order,
-            stand,
-            spec,
-            progress=lambda o, n, syncing: self._handle(SaveProgressed(o.incident, o.attempt, n, syncing)),
-            done=lambda o, n: self._handle(SaveFinished(o.incident, o.attempt, n)),
-            failed=lambda o, why, storage: self._handle(SaveErrored(o.incident, o.attempt, why, storage)),
-            after=after,
-        )
+        job = SaveJob(order, stand, spec, self._handle, after=after)
         job.start()
         return job

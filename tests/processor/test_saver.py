@@ -16,6 +16,7 @@ from lastwords.checkpoint import layout, part
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.system import SyncWatch
 from lastwords.processor import saver
+from lastwords.processor.events import Event, SaveErrored, SaveFinished, SaveProgressed
 from lastwords.processor.saver import Position, SaveJob, SaverSpec
 from lastwords.vocabulary import Phase, Save, Stand
 
@@ -67,15 +68,19 @@ Said = tuple[Any, ...]
 
 
 def job(tmp_path: Path, said: queue.Queue[Said], source: Source, watch: SyncWatch | None = None) -> SaveJob:
-    return SaveJob(
-        ORDER,
-        Stand(Phase.COMPUTING, 7),
-        SaverSpec(0, "digits", (tmp_path,), source),
-        progress=lambda order, count, syncing: said.put(("progress", count, syncing)),
-        done=lambda order, count: said.put(("done", count)),
-        failed=lambda order, reason, storage: said.put(("failed", reason, storage)),
-        watch=watch,
-    )
+    def handle(event: Event) -> None:
+        assert isinstance(event, SaveProgressed | SaveFinished | SaveErrored)
+        assert (event.incident, event.attempt) == (ORDER.incident, ORDER.attempt)
+        match event:
+            case SaveProgressed():
+                said.put(("progress", event.bytes_written, event.syncing))
+            case SaveFinished():
+                said.put(("done", event.bytes_written))
+            case SaveErrored():
+                said.put(("failed", event.reason, event.storage))
+
+    spec = SaverSpec(0, "digits", (tmp_path,), source)
+    return SaveJob(ORDER, Stand(Phase.COMPUTING, 7), spec, handle, watch=watch)
 
 
 @pytest.mark.parametrize("slow", ["fsync", "close"])
