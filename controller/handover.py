@@ -19,7 +19,6 @@ import re
 import signal
 import socket
 import time
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -242,12 +241,10 @@ class RunFile:
 def read_run_file(path: Path) -> RunRecord | None:
     """Content of a run file of this user; None if there is none, or none that can be believed."""
     try:
-        record = RunRecord(**from_json(paths.read_own(path, RUN_FILE_BYTES_MAX), dict[str, Any]))
-        hints = typing.get_type_hints(RunRecord)
-        believable = record.pid > 0 and all(type(value) is hints[name] for name, value in asdict(record).items())
-        return record if believable else None
-    except (OSError, ConfigError, FormatError, TypeError):
+        record = from_json(paths.read_own(path, RUN_FILE_BYTES_MAX), RunRecord)
+    except (OSError, ConfigError, FormatError):
         return None
+    return record if record.pid > 0 else None
 
 
 def running_here(*, root: Path = paths.SHM_ROOT) -> list[RunRecord]:

@@ -140,21 +140,10 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
     elif process is not None:
         process.kill()
         process.wait()
-    return _serving(spec, pid, answer, process, ready_timeout_s)
-
-
-def _serving(
-    spec: ControllerSpec,
-    pid: int,
-    answer: dict[str, object],
-    process: subprocess.Popen[bytes] | None,
-    ready_timeout_s: float,
-) -> ControllerHandle:
-    port = answer.get("port")
-    if not isinstance(port, int):
-        raise _failure(answer, spec.log_path, ready_timeout_s)
-    _log.info("controller of job %s is process %d, its log is %s", spec.job, pid, spec.log_path)
-    return ControllerHandle(pid, port, spec.log_path, process)
+    if not isinstance(port := answer.get("port"), int):
+        raise _failure(answer, log_path, ready_timeout_s)
+    _log.info("controller of job %s is process %d, its log is %s", spec.job, pid, log_path)
+    return ControllerHandle(pid, port, log_path, process)
 
 
 def _environment(token: str) -> dict[str, str]:

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lastwords import clock, threads
 from lastwords.checkpoint import layout, load, publish, retention, starts
@@ -113,8 +112,7 @@ PROGRESS_INTERVAL_S = 1.0
 class StorageJobs:
     """Runs one job after the other for each target directory; results go to `on_event`, from the job's thread.
 
-    facts: what else the manifest says about the run. may_read: whether checkpoints may be read although nobody waits
-    for that; any thread.
+    may_read: whether checkpoints may be read although nobody waits for that; any thread.
     """
 
     def __init__(
@@ -122,7 +120,6 @@ class StorageJobs:
         spec: ControllerSpec,
         on_event: OnEvent,
         *,
-        facts: Mapping[str, Any] | None = None,
         may_read: Callable[[], bool] = lambda: True,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -132,7 +129,6 @@ class StorageJobs:
         self._may_read = may_read
         self._kept = VerifiedOnce(self._at_leisure)
         self._prune_waits = False
-        self._facts = dict(facts or {})
         self._lines: dict[str, queue.SimpleQueue[Callable[[], None]]] = {}
         self._lock = threading.Lock()
         self._pending = 0
@@ -387,7 +383,7 @@ class StorageJobs:
             reason=effect.reason,
             cause_ranks=effect.cause_ranks,
             lost_locals=dict.fromkeys(effect.lost_local_ranks, "no process of its host was left to read its black box"),
-            facts={**self._facts, "dead_ranks": list(effect.dead_ranks)},
+            facts={"dead_ranks": list(effect.dead_ranks)},
         )
         root, tmp_dir, progress = self._root(effect.target), self._tmp_dir(effect), self._progress_of(effect)
         verified, self._verified = self._verified, None  # once: what is published again is read again

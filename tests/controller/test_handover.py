@@ -112,7 +112,7 @@ def test_a_run_file_of_a_newer_controller_is_left_alone(tmp_path: Path, sleeper:
         "", "{", "[]", "null", '{"pid": 1}',
         json.dumps({**dataclasses.asdict(record_of(os.getpid())), "pid": "1"}),
         json.dumps({**dataclasses.asdict(record_of(os.getpid())), "pid": -1}),
-        json.dumps({**dataclasses.asdict(record_of(os.getpid())), "extra": 1}),
+        json.dumps({**dataclasses.asdict(record_of(os.getpid())), "live": True}),
     ],
 )  # fmt: skip
 def test_a_run_file_that_makes_no_sense_is_no_run_file(tmp_path: Path, content: str) -> None:
