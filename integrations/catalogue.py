@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,15 +130,16 @@ class Catalogue:
 
     def _without(self, gone: str, stays: str) -> Catalogue:
         aliases = {alias: stays if name == gone else name for alias, name in self.aliases.items()}
+        return replace(self._with(lambda name: name != gone), aliases=aliases | {gone: stays})
+
+    def _with(self, stays: Callable[[str], bool]) -> Catalogue:
+        """Of the tensors, and their state, those whose names stay. Other names of theirs are all left."""
         return replace(
             self,
-            parameters={name: whole for name, whole in self.parameters.items() if name != gone},
-            buffers={name: whole for name, whole in self.buffers.items() if name != gone},
-            aliases=aliases | {gone: stays},
-            state={name: keys for name, keys in self.state.items() if name != gone},
-            groups=tuple(
-                replace(g, parameters=tuple(name for name in g.parameters if name != gone)) for g in self.groups
-            ),
+            parameters={name: whole for name, whole in self.parameters.items() if stays(name)},
+            buffers={name: whole for name, whole in self.buffers.items() if stays(name)},
+            state={name: keys for name, keys in self.state.items() if stays(name)},
+            groups=tuple(replace(one, parameters=tuple(filter(stays, one.parameters))) for one in self.groups),
         )
 
     def only(self, patterns: Sequence[str]) -> Catalogue:
@@ -151,16 +152,8 @@ class Catalogue:
         every = {*self.parameters, *self.buffers, *self.aliases}
         fits = {name for name in every if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
         fits |= {self.aliases.get(name, name) for name in fits}
-        found = replace(
-            self,
-            parameters={name: whole for name, whole in self.parameters.items() if name in fits},
-            buffers={name: whole for name, whole in self.buffers.items() if name in fits},
-            aliases={alias: name for alias, name in self.aliases.items() if name in fits},
-            state={name: keys for name, keys in self.state.items() if name in fits},
-            groups=tuple(
-                replace(g, parameters=tuple(name for name in g.parameters if name in fits)) for g in self.groups
-            ),
-        )
+        aliases = {alias: name for alias, name in self.aliases.items() if name in fits}
+        found = replace(self._with(fits.__contains__), aliases=aliases)
         if not found.model():
             raise ConfigError(f"no tensor has a name like {' or '.join(patterns)}")
         return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -356,7 +356,7 @@ class _Protected(TrainerCallback):
         if trainer.control.should_training_stop:  # the saved run was about to
             return
         more["resume_from_checkpoint"] = str(self._path) if resumed else None
-        with _no_batch_skipped(trainer.args) if resumed else _as_it_is():
+        with _no_batch_skipped(trainer.args) if resumed else nullcontext():
             self._plain["_run_epoch"](epoch=epoch, epochs_trained=epochs_trained, **more)
 
     def _finalize_training(self, trial: Any, samples: Any, start_time: float) -> Any:
@@ -416,8 +416,3 @@ def _no_batch_skipped(args: Any) -> Iterator[None]:
         yield
     finally:
         trainer_module.skip_first_batches, args.ignore_data_skip = plain, was
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
