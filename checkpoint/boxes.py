@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,11 +306,11 @@ def check_shards(tensor: Divided) -> None:
         )
 
 
-def slices_for(tensor: Divided, wanted: Box, holes: Mapping[str, str] | None = None) -> tuple[Slice, ...]:
+def slices_for(tensor: Divided, wanted: Box) -> tuple[Slice, ...]:
     """The slices that make up `wanted`, sorted by region. `check_shards` is the caller's.
 
-    holes: names of shards that are lost -> why. Raises MismatchError if `wanted` is not a box of this tensor, and
-    IncompleteError, naming tensor and region, for what no shard has.
+    Raises MismatchError if `wanted` is not a box of this tensor, and IncompleteError, naming tensor and region, for
+    what no shard has.
 
     >>> halves = Divided("w", "F32", (4,), (Shard("a", Box((0,), (2,))), Shard("b", Box((2,), (2,)))))
     >>> [(piece.shard.name, str(piece.region)) for piece in slices_for(halves, Box((1,), (2,)))]
@@ -322,30 +322,18 @@ def slices_for(tensor: Divided, wanted: Box, holes: Mapping[str, str] | None = N
             f"model of the saved run",
             different={tensor.name: f"saved {tensor.shape}, here {wanted}"},
         )
-    lost = holes or {}
     found: list[Slice] = []
     for shard in (tensor.shards[number] for number in tensor.index.overlapping(wanted)):
         region = overlap(shard.box, wanted)
-        if region is not None and shard.name not in lost:
+        if region is not None:
             found.append(Slice(shard, region))
     if sum(piece.region.elements for piece in found) < wanted.elements:
         left = uncovered(wanted, [piece.region for piece in found])
-        why = next((lost[shard.name] for shard in tensor.shards if shard.name in lost and _any(shard, left)), "")
         raise IncompleteError(
-            f"{tensor.name}{left[0]} is in no file" + (f": {why}" if why else "") + "; use another checkpoint",
+            f"{tensor.name}{left[0]} is in no file; use another checkpoint",
             missing=tuple(f"{tensor.name}{region}" for region in left),
         )
     return tuple(sorted(found, key=lambda piece: piece.region))
-
-
-def check_covered(tensors: Sequence[Divided]) -> None:
-    """IncompleteError, naming tensor and region, where the shards of a tensor do not make up the whole."""
-    for tensor in tensors:
-        slices_for(tensor, Box((0,) * len(tensor.shape), tensor.shape))
-
-
-def _any(shard: Shard, regions: Sequence[Box]) -> bool:
-    return any(overlap(shard.box, region) is not None for region in regions)
 
 
 def _called(shard: Shard) -> str:

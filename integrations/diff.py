@@ -48,24 +48,23 @@ class Comparison:
     differences: tuple[Difference, ...]
 
 
-def diff(a: Path, b: Path, *, weights_only: bool = False, checked: bool = True) -> Comparison:
+def diff(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
     """Compares parameters, buffers, optimizer state and hyperparameters by name, bit by bit, in bounded memory.
 
-    Names that stand for different tensors in several units are compared unit by unit. checked=False compares what the
-    files hold, damaged or not. FormatError, IncompleteError, ReplacedError or StorageError if one of the two cannot be
-    read.
+    Names that stand for different tensors in several units are compared unit by unit. FormatError, IncompleteError,
+    ReplacedError or StorageError if one of the two cannot be read.
     """
 
     def with_b(one: Checkpoint) -> Comparison:
-        return read_checkpoint(b, lambda other: _compared((one, other), weights_only, checked), checked=checked)
+        return read_checkpoint(b, lambda other: _compared((one, other), weights_only))
 
-    return read_checkpoint(a, with_b, checked=checked)
+    return read_checkpoint(a, with_b)
 
 
-def _compared(checkpoints: tuple[Checkpoint, Checkpoint], weights_only: bool, checked: bool) -> Comparison:
+def _compared(checkpoints: tuple[Checkpoint, Checkpoint], weights_only: bool) -> Comparison:
     with ExitStack() as stack:
         readers = [
-            stack.enter_context(SliceReader(checkpoint, checked=checked, keep_edges=True)) for checkpoint in checkpoints
+            stack.enter_context(SliceReader(checkpoint, checked=True, keep_edges=True)) for checkpoint in checkpoints
         ]
         one, other = (
             _items(catalogue(checkpoint, clash_by_unit=True), weights_only=weights_only) for checkpoint in checkpoints

@@ -102,17 +102,12 @@ class HostRing:
         generation: int,
         report: Callable[[PeerDied], None],
         nonce: str = "",
-        *,
-        root: Path = paths.SHM_ROOT,
-        watched_each: int = WATCHED_EACH,
     ) -> None:
         self._rank = rank
         self._job = job
         self._generation = generation
         self._nonce = nonce
         self._report = report
-        self._root = root
-        self._watched_each = watched_each
         self._lock = threading.Lock()
         self._after: list[int] = []  # ranks of this host that were never watched yet, next ones first
         self._watched: set[int] = set()
@@ -131,7 +126,7 @@ class HostRing:
         UnavailableError if no thread can be started, after some seconds.
         """
         self._watch.start()
-        ranks = ranks_here(self._job, self._generation, self._nonce, root=self._root)
+        ranks = ranks_here(self._job, self._generation, self._nonce)
         self.is_first = ranks[:1] == [self._rank]
         with self._lock:
             self._after = in_ring_order(self._rank, ranks)
@@ -194,9 +189,9 @@ class HostRing:
 
     def _close_ring(self) -> None:
         """With the lock: watch the next ranks, as long as there are any that were not looked at."""
-        while self._after and len(self._watched) < self._watched_each and not self._stopped:
+        while self._after and len(self._watched) < WATCHED_EACH and not self._stopped:
             rank = self._after.pop(0)
-            path = paths.life_path(self._job, self._generation, rank, self._nonce, root=self._root)
+            path = paths.life_path(self._job, self._generation, rank, self._nonce)
             self._watched.add(rank)
             try:
                 process = _process_of(path)
@@ -224,9 +219,9 @@ def in_ring_order(rank: int, ranks: list[int]) -> list[int]:
     return [other for other in sorted(ranks) if other > rank] + [other for other in sorted(ranks) if other < rank]
 
 
-def ranks_here(job: str, generation: int, nonce: str = "", *, root: Path = paths.SHM_ROOT) -> list[int]:
+def ranks_here(job: str, generation: int, nonce: str = "") -> list[int]:
     """Ranks with a life line on this host, sorted; none where nothing can be read."""
-    directory = paths.job_dir(job, generation, nonce, root=root)
+    directory = paths.job_dir(job, generation, nonce)
     try:
         names = patiently(lambda: _names_in(directory), REAL_OS)
     except StorageError as error:
@@ -235,11 +230,11 @@ def ranks_here(job: str, generation: int, nonce: str = "", *, root: Path = paths
     return sorted(int(found[1]) for name in names if (found := _LIFE.fullmatch(name)))
 
 
-def living_before(rank: int, job: str, generation: int, nonce: str = "", *, root: Path = paths.SHM_ROOT) -> int:
+def living_before(rank: int, job: str, generation: int, nonce: str = "") -> int:
     """How many ranks of this host that come before `rank` live, by their life lines."""
     return sum(
-        _lives(paths.life_path(job, generation, other, nonce, root=root))
-        for other in ranks_here(job, generation, nonce, root=root)
+        _lives(paths.life_path(job, generation, other, nonce))
+        for other in ranks_here(job, generation, nonce)
         if other < rank
     )
 

@@ -21,7 +21,7 @@ from lastwords import codec, descriptors, threads
 from lastwords.errors import ProtocolError, UnavailableError, named
 from lastwords.processor.events import ProcessorOptions
 from lastwords.processor.ring import Silence
-from lastwords.transport import CLIENT_KEEPALIVE, Keepalive, call_metadata, channel_options, grpc
+from lastwords.transport import call_metadata, channel_options, grpc
 from lastwords.vocabulary import Hello, Order, Report, SaveProgress, Settled, Status
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,6 @@ class Session:
         on_refused: Callable[[str], None],
         hello: Callable[[], Hello],
         wanted: Callable[[], bool] = lambda: True,
-        keepalive: Keepalive = CLIENT_KEEPALIVE,
         silence: Silence | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -147,7 +146,7 @@ class Session:
         self._on_refused = on_refused
         self._hello = hello
         self._wanted = wanted
-        self._options = channel_options(keepalive)
+        self._options = channel_options()
         self._silence = silence if silence is not None else Silence(ProcessorOptions())
         self._jitter = jitter if jitter is not None else random.Random()
         self._outbox = _ReportQueue()
