@@ -333,14 +333,8 @@ class WorkerMembership:
             return self._end("" if self._stand.done else answer.why, False)
         if not answer.later:
             return self._end(f"the scheduler refuses rank {self.rank}: {answer.why}", True)
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "rank %d has lost the scheduler at %s, and asks for it every %g s; %s: start the scheduler again",
-                self.rank, self._cluster.address, AGAIN_S, self._what_follows(),
-            )  # fmt: skip
-        if not self._stand.runs:
-            self._wait_outside(self._now_s - self._waits_since_s)
+        what = f"has lost the scheduler at {self._cluster.address}, and asks for it every {AGAIN_S:g} s"
+        self._goes_without(what, "start the scheduler again")
 
     def _is_there(self) -> None:
         """The scheduler, again or still."""
@@ -351,13 +345,16 @@ class WorkerMembership:
     def _is_silent(self) -> None:
         """It is stopped, or hangs. The connection stays: once it goes on, nothing has happened."""
         if not self._said:
-            self._said = True
             self._waits_since_s = max(self._waits_since_s, self._heard_s)
-            _log.warning(
-                "rank %d has heard nothing from the scheduler at %s for %g s; %s: let the scheduler go on if it is "
-                "stopped (kill -CONT), or end it and start it again",
-                self.rank, self._cluster.address, SILENT_S, self._what_follows(),
-            )  # fmt: skip
+        what = f"has heard nothing from the scheduler at {self._cluster.address} for {SILENT_S:g} s"
+        remedy = "let the scheduler go on if it is stopped (kill -CONT), or end it and start it again"
+        self._goes_without(what, remedy)
+
+    def _goes_without(self, what: str, remedy: str) -> None:
+        """There is no scheduler for now; people hear of it once."""
+        if not self._said:
+            self._said = True
+            _log.warning("rank %d %s; %s: %s", self.rank, what, self._what_follows(), remedy)
         if not self._stand.runs:
             self._wait_outside(self._now_s - self._waits_since_s)
 
