@@ -25,7 +25,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lastwords.checkpoint.lock_file import alone
+from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -37,7 +37,7 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
 )
-from lastwords.errors import ConfigError, StorageError
+from lastwords.errors import BusyError, ConfigError, StorageError
 
 TEMPORARY = ".tmp-"
 """How every hidden name begins."""
@@ -130,9 +130,13 @@ def _hidden(target: Path, os: Os) -> Iterator[Path]:
         yield target.parent / f"{TEMPORARY}{target.name}"
 
 
-def alone_at(target: Path, os: Os) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def alone_at(target: Path, os: Os) -> Iterator[None]:
     """Nobody makes `target` during the block. BusyError if another process does already."""
-    return alone(target.parent / f"{TEMPORARY}{target.name}.lock", target, os)
+    with LockFile(target.parent / f"{TEMPORARY}{target.name}.lock", os).held() as mine:
+        if not mine:
+            raise BusyError(f"{target} is being written by another process; wait for it, or choose another name")
+        yield
 
 
 def _sync_file(path: Path, os: Os) -> None:

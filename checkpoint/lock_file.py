@@ -112,15 +112,6 @@ def has_name(path: Path, fd: int, os: Os) -> bool:
         close(other, path, os)
 
 
-@contextlib.contextmanager
-def alone(path: Path, target: Path, os: Os = REAL_OS) -> Iterator[None]:
-    """Holds the lock `path` while `target` is made. BusyError if another process has it."""
-    with LockFile(path, os).held() as mine:
-        if not mine:
-            raise BusyError(f"{target} is being written by another process; wait for it, or choose another name")
-        yield
-
-
 # Whoever reads a checkpoint holds its manifest locked, shared with other readers; whoever removes it holds it alone.
 #
 # The lock is on the file, not beside it: it needs no right to write, nobody has to tidy it up, and it stays on the

@@ -408,9 +408,8 @@ def build_manifest(
     )
     if epoch == layout.EPOCH_UNKNOWN:
         reasons += _unnamed(incident.global_step, locals_)
-    listed = _in_one_file([part for part in parts if isinstance(part, RankPart)])
-    if listed is None:
-        listed = _left_in_parts(heads, incident.global_step)
+    whole = [part for part in parts if isinstance(part, RankPart)]
+    listed = _in_one_file(whole) if whole else _left_in_parts(heads, incident.global_step)
     manifest = Manifest(
         job=incident.job,
         parent_job=incident.parent_job,
@@ -434,10 +433,8 @@ def build_manifest(
     return manifest
 
 
-def _in_one_file(parts: Sequence[RankPart]) -> dict[str, Any] | None:
-    """Tables that are gathered in the manifest; None without parts."""
-    if not parts:
-        return None
+def _in_one_file(parts: Sequence[RankPart]) -> dict[str, Any]:
+    """What a manifest says that gathers all tables."""
     units = {unit: entry for part in parts for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in parts for rank, entry in part.locals.items()}
     return {

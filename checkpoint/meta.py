@@ -372,10 +372,6 @@ class FileContent:
     boxes: Mapping[str, tuple[Sequence[Number], Sequence[Number]]] | None = None
     meta: Mapping[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the header."""
-        return json_of(self)
-
 
 def groups_of(metas: Iterable[UnitMeta]) -> tuple[tuple[str, ...], ...]:
     """Parameters of each param group, out of the `meta` of units; a group may have some in each of them.

@@ -51,7 +51,7 @@ from lastwords.checkpoint.format import (
     file_order,
     header_length,
 )
-from lastwords.checkpoint.meta import EMPTY_UNIT, FILE_FORMAT, PART_FORMAT, FileContent, LocalMeta, UnitMeta
+from lastwords.checkpoint.meta import EMPTY_UNIT, FILE_FORMAT, PART_FORMAT, FileContent, LocalMeta, UnitMeta, json_of
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -384,7 +384,7 @@ def write_part(
         units={unit: pack(meta, f"units[{unit!r}]") for unit, meta in said.items()},
         local={str(owner): pack(meta, f"local[{owner}]") for owner, meta in said_of_ranks.items()},
     )
-    header = encode_header([every[index][0] for index in order], {METADATA_KEY: in_steps(content.to_json())})
+    header = encode_header([every[index][0] for index in order], {METADATA_KEY: in_steps(json_of(content))})
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)
     # Their names become durable below (rank_dir's in `directory`) and with the publication (`directory`'s in its root).

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.appearing import refuse_existing
+from lastwords.checkpoint.appearing import alone_at, refuse_existing
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
-from lastwords.checkpoint.lock_file import alone
 from lastwords.checkpoint.manifest import IncidentFacts
 from lastwords.checkpoint.meta import ABOUT_VERSION, ExtrasMeta, Tree, UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
@@ -92,7 +91,7 @@ def from_dcp(
     directory = layout.TemporaryName(step, told.job, 0, 0, 0).under(root)
     lost = dict.fromkeys(range(told.ranks), "it was converted from torch.distributed.checkpoint, which has none")
     make_directories(root, REAL_OS)
-    with alone(root / f".tmp-{final.name}.lock", final):
+    with alone_at(final, REAL_OS):
         refuse_existing(final)
         remove_tree(directory, REAL_OS)  # what a killed process has left
         try:

@@ -167,10 +167,6 @@ class About:
     aliases: Mapping[str, str] = field(default_factory=dict)
     extras: ExtrasMeta | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the directory, once it is packed."""
-        return json_of(self) | {"extras": None if self.extras is None else self.extras.to_json()}
-
 
 def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
     """Position, names of buffers, extras: as JSON, and the extras' tensors."""
@@ -206,7 +202,7 @@ def _extension(checkpoint: Checkpoint, found: Catalogue) -> dict[str, Any]:
     )
     # Buffers that state_dict() leaves out have no key of the model's.
     hidden = {name: tensor for name, tensor in found.buffers.items() if name in found.not_persistent}
-    return {"about": json.dumps(pack(about.to_json(), EXTENSION)), "extra": tensors, "buffer": hidden}
+    return {"about": json.dumps(pack(json_of(about), EXTENSION)), "extra": tensors, "buffer": hidden}
 
 
 def own_error(error: CheckpointException, doing: str) -> LastWordsError:

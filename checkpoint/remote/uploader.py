@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os as posix
 import select
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,16 +139,6 @@ class Local:
     said: Claimed
 
 
-def pending(newest_first: Sequence[Local], done: Collection[str]) -> list[Local]:
-    """What is to be uploaded, in this order: the newest first, since that is what a lost disk would need.
-
-    >>> found = [Local(Path("b"), "step_2-y", Claimed()), Local(Path("a"), "step_1-x", Claimed())]
-    >>> [one.name for one in pending(found, {"step_2-y"})]
-    ['step_1-x']
-    """
-    return [one for one in newest_first if one.name not in done]
-
-
 def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> list[Local]:
     """The complete checkpoints (of a job), newest first. StorageError where a directory cannot be listed."""
     found: dict[Path, Claimed] = {}
@@ -217,8 +207,9 @@ class Uploader:
         kept = frozenset(one.name for one in complete_in(self._roots, None, self._os))
         known = replace(known, names=known.names & kept)
         uploaded = []
-        for one in pending(here, () if again else known.names):
-            if one.name not in self._left and self._uploaded(one, verify):
+        done = frozenset() if again else known.names
+        for one in here:  # the newest first, since that is what a lost disk would need
+            if one.name not in done | self._left and self._uploaded(one, verify):
                 uploaded.append(one)
                 known = replace(known, names=known.names | {one.name})
                 self._note(known)

@@ -15,7 +15,7 @@ from lastwords.checkpoint.appearing import making_file, refuse_existing
 from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
 from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import FILE_FORMAT, FileContent
+from lastwords.checkpoint.meta import FILE_FORMAT, FileContent, json_of
 from lastwords.checkpoint.reshard.rank_files import RankFiles
 from lastwords.checkpoint.reshard.saved_state import SavedState
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy, text
@@ -147,7 +147,7 @@ def _write_rank(
             [own] = streamed.tensors
             tensors = [own[index] for index in file_order(spec for spec, _ in own)]
             header = encode_header(
-                [spec for spec, _ in tensors], {METADATA_KEY: json.dumps(content.to_json(), separators=(",", ":"))}
+                [spec for spec, _ in tensors], {METADATA_KEY: json.dumps(json_of(content), separators=(",", ":"))}
             )
             size = len(header) + streamed.nbytes
             with DirectWriter(hidden, size, os=os, progress=progress) as writer:

@@ -22,6 +22,7 @@ from lastwords.checkpoint.meta import (
     LocalMeta,
     StepDocument,
     UnitMeta,
+    json_of,
 )
 from lastwords.checkpoint.storable import pack
 from lastwords.errors import FormatError
@@ -156,8 +157,8 @@ def test_extras_of_one_rank_are_packed_twice_and_come_back() -> None:
 
 def test_a_header_says_what_its_writer_said_in_one_order() -> None:
     content = FileContent(format=1, rank=2, global_step=3, epoch=1, step=3, job="j", units={"u": {}}, local={})
-    assert [*content.to_json()] == ["format", "rank", "global_step", "epoch", "step", "job", "units", "local"]
-    assert typed(content.to_json(), FileContent, "lastwords") == content
+    assert [*json_of(content)] == ["format", "rank", "global_step", "epoch", "step", "job", "units", "local"]
+    assert typed(json_of(content), FileContent, "lastwords") == content
 
 
 @pytest.mark.parametrize("kind", [UnitMeta, ExtrasMeta, LocalMeta, StepDocument, InlineExtras, FileContent])
