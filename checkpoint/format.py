@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from lastwords.checkpoint.document import damage
 from lastwords.errors import ConfigError, FormatError
 
 METADATA_KEY = "lastwords"
@@ -189,7 +190,7 @@ def decode_header(raw: bytes, *, file_bytes: int, where: str) -> Header:
     try:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=_once(where), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise FormatError(_damage(where, f"its header is not JSON ({error})")) from error
+        raise FormatError(damage(where, f"its header is not JSON ({error})")) from error
     if not isinstance(table, dict):
         _damaged(where, "its header is not a JSON object")
     metadata = table.pop("__metadata__", {})
@@ -219,7 +220,7 @@ def _entry(name: str, value: Any, where: str) -> tuple[TensorSpec, int, int]:
     try:
         return TensorSpec(name, dtype, tuple(shape)), offsets[0], offsets[1]
     except ConfigError as error:
-        raise FormatError(_damage(where, str(error))) from error
+        raise FormatError(damage(where, str(error))) from error
 
 
 def _sizes(value: Any) -> bool:
@@ -245,12 +246,8 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _damage(where: str, what: str) -> str:
-    return f"{where} is damaged: {what}; restore the file or use another checkpoint (`lastwords verify` lists them)"
-
-
 def _damaged(where: str, what: str) -> NoReturn:
-    raise FormatError(_damage(where, what))
+    raise FormatError(damage(where, what))
 
 
 def is_checksum(text: str) -> bool:

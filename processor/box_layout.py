@@ -23,17 +23,16 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lastwords.checkpoint.codec import from_json
+from lastwords.checkpoint.format import DTYPE_BITS
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.vocabulary import Phase, Stand
 
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
+DTYPE_BYTES = {code: bits // 8 for code, bits in DTYPE_BITS.items()}
 """Bytes of an element by safetensors' dtype code."""
 
 PAGE_BYTES = 4096
@@ -170,7 +169,7 @@ def map_layout(layout: BoxLayout) -> BoxMap:
     >>> slot.regions["b"].offset - slot.regions["a"].offset
     64
     """
-    header_json = _encode(layout)
+    header_json = json.dumps(asdict(layout), sort_keys=True, separators=(",", ":")).encode()
     if len(header_json) > HEADER_BYTES_MAX:
         raise ConfigError(f"black box: its description takes {len(header_json)} bytes, more than {HEADER_BYTES_MAX}")
     ordered = sorted(enumerate(layout.regions), key=lambda pair: pair[1].lazy)
@@ -230,47 +229,12 @@ def map_header(header: bytes, crc: int, file_bytes: int, path: str) -> BoxMap:
     if zlib.crc32(header) != crc:
         raise FormatError(f"{path}: the header's checksum does not match")
     try:
-        places = map_layout(_decode(json.loads(header)))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        places = map_layout(from_json(header, BoxLayout))
+    except (FormatError, ConfigError) as error:
         raise FormatError(f"{path}: the header does not describe a black box: {error}") from error
     if places.header_json != header or places.file_bytes != file_bytes:
         raise FormatError(f"{path}: {file_bytes} bytes, but the header describes {places.file_bytes}")
     return places
-
-
-def _encode(layout: BoxLayout) -> bytes:
-    document = {
-        "json_bytes_max": layout.json_bytes_max,
-        "regions": [
-            {
-                "name": r.name,
-                "dtype": r.dtype,
-                "shape": list(r.shape),
-                "lazy": r.lazy,
-                "in_epoch": r.in_epoch,
-                "committed_only": r.committed_only,
-            }
-            for r in layout.regions
-        ],
-    }
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _decode(document: dict[str, Any]) -> BoxLayout:
-    return BoxLayout(
-        regions=tuple(
-            RegionSpec(
-                name=str(r["name"]),
-                dtype=str(r["dtype"]),
-                shape=tuple(int(size) for size in r["shape"]),
-                lazy=bool(r["lazy"]),
-                in_epoch=bool(r["in_epoch"]),
-                committed_only=bool(r["committed_only"]),
-            )
-            for r in document["regions"]
-        ),
-        json_bytes_max=int(document["json_bytes_max"]),
-    )
 
 
 def _up(value: int, multiple: int) -> int:
