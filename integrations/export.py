@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
+from lastwords.checkpoint.direct_io import DirectWriter
 from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec, encode_header, file_order
 from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors, sync_directory
+from lastwords.checkpoint.system import REAL_OS, Os, sync_directory
 from lastwords.errors import ConfigError
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
 from lastwords.optim_wrapper.tensors.tensor_bytes import code_of_dtype, dtype_named
@@ -98,7 +99,8 @@ def _export(
             metadata = {"format": "pt"} | {alias: name for alias, name in found.aliases.items() if name in names}
             ordered = [names[index] for index in file_order(specs[name] for name in names)]
             header = encode_header([specs[name] for name in ordered], metadata)
-            with _NewFile(directory / file, os) as stream:
+            size = len(header) + sum(specs[name].nbytes for name in names)
+            with DirectWriter(directory / file, size, os=os) as stream:
                 stream.write(header)
                 for name in ordered:
                     memory = np.empty(wholes[name].nbytes, np.uint8)
@@ -108,6 +110,7 @@ def _export(
                     done += specs[name].nbytes
                     if progress is not None:
                         progress(done, total)
+                stream.finish()
         write_document(directory / INDEX_NAME, index_of(files, specs), os)
         sync_directory(directory, os)
     return [*(out / file for file in files), out / INDEX_NAME]
@@ -158,31 +161,3 @@ def _spec(name: str, whole: Whole, dtype: str) -> TensorSpec:
             "the checkpoint with load_for_inference"
         )
     return TensorSpec(name, code, whole.shape)
-
-
-class _NewFile:
-    """A new file, written from front to back and on the disk when closed."""
-
-    def __init__(self, path: Path, os: Os) -> None:
-        self._path, self._os, self._at = path, os, 0
-        with storage_errors("writing", path):
-            self._fd = os.create(path, direct=False)
-
-    def __enter__(self) -> _NewFile:
-        return self
-
-    def write(self, content: bytes | memoryview) -> None:
-        view = memoryview(content)
-        while len(view):
-            with storage_errors("writing", self._path):
-                count = self._os.pwrite(self._fd, view, self._at)
-            self._at += count
-            view = view[count:]
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                with storage_errors("writing", self._path):
-                    self._os.fsync(self._fd)
-        finally:
-            close(self._fd, self._path, self._os)

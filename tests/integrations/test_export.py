@@ -118,6 +118,11 @@ class FullDisk(Os):
     def __init__(self, room: int) -> None:
         self.room = room
 
+    def create(self, path: Path, *, direct: bool) -> int:
+        if direct:
+            raise OSError(errno.EINVAL, "Invalid argument")  # else each write is of whole blocks
+        return super().create(path, direct=direct)
+
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         if len(data) > self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
