@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from lastwords.checkpoint import load
@@ -56,17 +57,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with rank_bars() as progress:
         done = transform(arguments.source, arguments.out, to, ranks=ranks, jobs=arguments.jobs, progress=progress)
     if arguments.json:
-        print_json(
-            {
-                "path": None if done.path is None else str(done.path),
-                "global_step": done.global_step,
-                "world_size": done.world_size,
-                "written": list(done.written),
-                "already": list(done.already),
-                "missing": list(done.missing),
-                "busy": list(done.busy),
-            }
-        )
+        print_json({**asdict(done), "path": None if done.path is None else str(done.path)})
     if done.already and done.written:
         say(f"{len(done.already)} rank(s) had been written before and were kept")
     if done.path is not None:
