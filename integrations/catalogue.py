@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lastwords.checkpoint.boxes import Box, Divided, slabs, slices_for, whole
 from lastwords.checkpoint.direct_io import Buffer
 from lastwords.checkpoint.entries import OWN_TAGS, folded, keys_of, leaves, renamed
@@ -27,6 +29,7 @@ from lastwords.checkpoint.reshard.saved_state import (
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, some
 from lastwords.optim_wrapper.resume.state_restore import stored_shape
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
 from lastwords.optim_wrapper.tensors.tensor_tree import MAKE
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -71,6 +74,15 @@ class Whole:
         """For a `SliceReader`: `box` of it goes into `memory`, contiguous and of exactly its size."""
         stored = self.stored(box)
         return Target(stored, memory, slices_for(self.divided, stored))
+
+
+def read_box(reader: SliceReader, whole: Whole, box: Box) -> torch.Tensor:
+    """A new tensor with `box` of a stored one. Errors as of `SliceReader.read`."""
+    tensor = torch.empty(box.sizes, dtype=dtype_named(whole.dtype))
+    view = bytes_of(tensor)
+    assert view is not None
+    reader.read([whole.target(box, view)])
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import remedy
 from lastwords.errors import CheckpointError, ConfigError, LastWordsError, StorageError
-from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
+from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue, read_box
 from lastwords.integrations.dcp import MODEL, OPTIMIZER, Standing, nested_state, stand_in
 from lastwords.integrations.export import Progress, check_dtype
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, dtype_of_code
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, dtype_of_code
 from lastwords.vocabulary import UNIT_REPLICATED
 
 EXTENSION = "lastwords"
@@ -130,10 +130,8 @@ class _ReadingPlanner(DefaultSavePlanner):
             plain: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
             return plain
         stored = self._standing[id(found)][1]
-        tensor = torch.empty(stored.shape, dtype=dtype_named(self._saved.get(stored.name, stored.dtype)))
-        view = bytes_of(tensor)
-        assert view is not None
-        self._reader.read([stored.target(stored.box, view)])
+        as_saved = replace(stored, dtype=self._saved.get(stored.name, stored.dtype))
+        tensor = read_box(self._reader, as_saved, stored.box)
         if self._progress is not None:
             self._done += found.nbytes
             self._progress(self._done, self._total)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lastwords.checkpoint.boxes import Box, slabs
+from lastwords.checkpoint.boxes import slabs
 from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader
-from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named
+from lastwords.integrations.catalogue import Catalogue, Whole, ambiguous_numbers, catalogue, read_box
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named
 
 _BLOCK_BYTES = 16 << 20
 """Of each tensor that much is in memory at a time: large enough for long reads."""
@@ -142,7 +142,7 @@ def _values(mine: Whole, theirs: Whole, reader: SliceReader, reader_b: SliceRead
     exact = True
     width = dtype_named(mine.dtype).itemsize
     for box in slabs(mine.box, _BLOCK_BYTES // width):
-        a, b = (_read(side, whole, box) for side, whole in ((reader, mine), (reader_b, theirs)))
+        a, b = (read_box(side, whole, box) for side, whole in ((reader, mine), (reader_b, theirs)))
         changed = (_raw(a).view(-1, width) != _raw(b).view(-1, width)).any(dim=1)
         count = int(changed.sum())
         if count:
@@ -153,14 +153,6 @@ def _values(mine: Whole, theirs: Whole, reader: SliceReader, reader_b: SliceRead
             exact = exact and not bool(gap.isnan())
             largest = max(largest, float(gap)) if exact else largest
     return elements, largest if exact else None
-
-
-def _read(reader: SliceReader, whole: Whole, box: Box) -> torch.Tensor:
-    tensor = torch.empty(box.sizes, dtype=dtype_named(whole.dtype))
-    view = bytes_of(tensor)
-    assert view is not None
-    reader.read([whole.target(box, view)])
-    return tensor
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from lastwords.checkpoint.boxes import Box
 from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, MismatchError, some
-from lastwords.integrations.catalogue import Catalogue, Whole, catalogue
+from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, read_box
 from lastwords.optim_wrapper.state.state_view import unwrap
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, overwrite
 from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
@@ -164,11 +164,7 @@ def _fill(reader: SliceReader, places: list[_ModelPlace]) -> None:
             straight.append(place.whole.target(box, view))
     reader.read(straight)
     for place, whole, box in others:  # one at a time: each needs memory beside its tensor
-        staged = torch.empty(box.sizes, dtype=dtype_named(whole.dtype))
-        memory = bytes_of(staged)
-        assert memory is not None
-        reader.read([whole.target(box, memory)])
-        overwrite(place.tensor, staged)
+        overwrite(place.tensor, read_box(reader, whole, box))
 
 
 def _materialised(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
