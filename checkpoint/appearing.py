@@ -30,12 +30,12 @@ from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.system import (
     REAL_OS,
     Os,
-    close,
     make_directories,
     make_directory,
     remove_tree,
     storage_errors,
     sync_directory,
+    sync_file,
 )
 from lastwords.errors import BusyError, ConfigError, StorageError
 
@@ -97,7 +97,7 @@ def making_file(target: Path, os: Os = REAL_OS) -> Iterator[Path]:
             os.unlink(hidden)
         try:
             yield hidden
-            _sync_file(hidden, os)
+            sync_file(hidden, os)
             give_name(hidden, target, os)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -137,15 +137,6 @@ def alone_at(target: Path, os: Os) -> Iterator[None]:
         if not mine:
             raise BusyError(f"{target} is being written by another process; wait for it, or choose another name")
         yield
-
-
-def _sync_file(path: Path, os: Os) -> None:
-    with storage_errors("fsync of", path):
-        fd = os.open_read(path)
-        try:
-            os.fsync(fd)
-        finally:
-            close(fd, path, os)
 
 
 # A file of lines that grows, such as incidents.jsonl or a log; several processes append to it.

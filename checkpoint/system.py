@@ -338,6 +338,16 @@ def sync_directory(path: Path, os: Os) -> bool:
     return True
 
 
+def sync_file(path: Path, os: Os) -> None:
+    """Makes the content of a file durable that somebody else has written."""
+    with storage_errors("fsync of", path):
+        fd = os.open_read(path)
+        try:
+            os.fsync(fd)
+        finally:
+            close(fd, path, os)
+
+
 def make_directories(path: Path, os: Os) -> None:
     """Creates `path` and its missing parents, each made durable in its own parent; races are harmless."""
     with storage_errors("looking for the directory", path):

@@ -36,6 +36,7 @@ from lastwords.checkpoint.system import (
     remove_tree,
     storage_errors,
     sync_directory,
+    sync_file,
 )
 from lastwords.errors import FormatError, LastWordsError, ReplacedError, StorageError
 
@@ -249,12 +250,7 @@ def _receive(source: RemotePath, target: Path, store: Store, on_bytes: OnBytes |
         if error.errno == errno.ENOENT:
             raise _removed(source) from error
         raise
-    with storage_errors("fsync of", target):
-        fd = os.open_read(target)
-        try:
-            os.fsync(fd)
-        finally:
-            close(fd, target, os)
+    sync_file(target, os)
 
 
 def _sweep(root: Path, os: Os) -> None:

@@ -139,12 +139,12 @@ class Local:
     said: Claimed
 
 
-def complete_in(roots: Sequence[Path], job: str | None, os: Os = REAL_OS) -> list[Local]:
-    """The complete checkpoints (of a job), newest first. StorageError where a directory cannot be listed."""
+def complete_in(roots: Sequence[Path], os: Os = REAL_OS) -> list[Local]:
+    """The complete checkpoints, newest first. StorageError where a directory cannot be listed."""
     found: dict[Path, Claimed] = {}
     for path in load.candidates(roots, os):
         seen, said = load.glance_or_examine(path, os, every_file=True)
-        if said is not None and seen.status is load.DirectoryStatus.COMPLETE and job in (None, said.job):
+        if said is not None and seen.status is load.DirectoryStatus.COMPLETE:
             found[path] = said
     named = [Local(path, name_here(path, os), found[path]) for path in load.newest_first(found)]
     return [one for one in named if one.name]
@@ -203,13 +203,13 @@ class Uploader:
         if known is None or known.url != str(self._to):
             known = Record(str(self._to))
         self._note(known)
-        here = complete_in(self._roots, self._job, self._os)
-        kept = frozenset(one.name for one in complete_in(self._roots, None, self._os))
-        known = replace(known, names=known.names & kept)
+        here = complete_in(self._roots, self._os)
+        known = replace(known, names=known.names & {one.name for one in here})
         uploaded = []
         done = frozenset() if again else known.names
         for one in here:  # the newest first, since that is what a lost disk would need
-            if one.name not in done | self._left and self._uploaded(one, verify):
+            wanted = self._job in (None, one.said.job) and one.name not in done | self._left
+            if wanted and self._uploaded(one, verify):
                 uploaded.append(one)
                 known = replace(known, names=known.names | {one.name})
                 self._note(known)

@@ -244,14 +244,7 @@ def strategy_of(manifest: Manifest) -> Strategy:
                     f"unit {unit}: two different tensors with one name have no common strategy"
                 )
             boxes.setdefault(Box(spec.offsets, spec.shape), set()).update(holders)
-    tensors = {
-        name: Cut(
-            spec.dtype,
-            spec.global_shape,
-            tuple(Held(box, tuple(sorted(ranks))) for box, ranks in sorted(boxes.items())),
-        )
-        for name, (spec, boxes) in cuts.items()
-    }
+    tensors = {name: Cut(spec.dtype, spec.global_shape, _held(boxes)) for name, (spec, boxes) in cuts.items()}
     return Strategy(manifest.holders_world_size, tensors)
 
 
@@ -353,6 +346,10 @@ def _together(one: Sequence[Held], other: Sequence[Held]) -> tuple[Held, ...]:
     boxes: dict[Box, set[int]] = {}
     for held in (*one, *other):
         boxes.setdefault(held.box, set()).update(held.ranks)
+    return _held(boxes)
+
+
+def _held(boxes: Mapping[Box, set[int]]) -> tuple[Held, ...]:
     return tuple(Held(box, tuple(sorted(ranks))) for box, ranks in sorted(boxes.items()))
 
 
