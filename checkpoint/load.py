@@ -439,11 +439,12 @@ def verify(
     path: Path, deep: bool = True, os: Os = REAL_OS, progress: Callable[[int], None] | None = None
 ) -> list[Problem]:
     """Everything that is wrong with a checkpoint, none if it is sound. `deep` reads and checks all data too."""
-    held = ReaderLock.take(path, os)
-    try:
-        return _verify(path, deep, os, progress)
-    finally:
-        held.release()
+    with ReaderLock.take(path, os):
+        try:
+            manifest = _named_manifest(path, os)
+        except CheckpointError as error:
+            return [Problem(layout.MANIFEST_NAME, str(error))]
+        return [Problem(file, str(error)) for file, error in _errors(path, manifest, deep, os, progress)]
 
 
 def examine_data(path: Path, os: Os = REAL_OS, progress: Callable[[int], None] | None = None) -> Found:
@@ -451,23 +452,12 @@ def examine_data(path: Path, os: Os = REAL_OS, progress: Callable[[int], None] |
 
     BusyError if another process is about to remove it.
     """
-    held = ReaderLock.take(path, os)
-    try:
+    with ReaderLock.take(path, os):
         found = examine(path, os)
         if found.manifest is None or found.status is not DirectoryStatus.COMPLETE:
             return found
         wrong = next(_errors(path, found.manifest, True, os, progress), None)
         return found if wrong is None else _refused(path, wrong[1], found.manifest)
-    finally:
-        held.release()
-
-
-def _verify(path: Path, deep: bool, os: Os, progress: Callable[[int], None] | None) -> list[Problem]:
-    try:
-        manifest = _named_manifest(path, os)
-    except CheckpointError as error:
-        return [Problem(layout.MANIFEST_NAME, str(error))]
-    return [Problem(file, str(error)) for file, error in _errors(path, manifest, deep, os, progress)]
 
 
 def _errors(

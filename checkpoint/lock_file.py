@@ -162,6 +162,12 @@ class ReaderLock:
                 os.pause(_PAUSE_S)
         raise BusyError(f"{directory} is about to be removed by another process; try again, or use another checkpoint")
 
+    def __enter__(self) -> ReaderLock:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Others may remove the checkpoint. Does nothing the second time."""
         self.held = False

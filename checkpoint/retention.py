@@ -289,14 +289,12 @@ def carry_out(
         held = ReaderLock.take(newest.path, os)
     except BusyError as error:
         return [RemovalOutcome(one.path, one.said, error) for one in made.remove]
-    try:
+    with held:
         why = _unheld(newest, held, os) or _unsound(newest, verified, os)
         return [
             RemovalOutcome(one.path, one.said, why or _removed(one, verified, os, remove))
             for one in reversed(made.remove)
         ]
-    finally:
-        held.release()
 
 
 def _unheld(newest: CompleteCheckpoint, held: ReaderLock, os: Os) -> CheckpointError | None:

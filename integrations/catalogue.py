@@ -179,10 +179,8 @@ def _check_same(a: Whole, b: Whole, checkpoint: Checkpoint, checked: bool) -> No
         raise MismatchError(what + text, different={two: text})
     with SliceReader(checkpoint, checked=checked, keep_edges=True) as reader:
         for box in slabs(a.box, _BLOCK_ELEMENTS):
-            nbytes = math.prod(a.stored(box).sizes) * DTYPE_BITS[a.divided.dtype] // 8
-            both = bytearray(nbytes), bytearray(nbytes)
-            reader.read([whole.target(box, memory) for whole, memory in zip((a, b), both, strict=True)])
-            if both[0] != both[1]:
+            both = [read_box(reader, whole, box).reshape(-1).view(torch.uint8) for whole in (a, b)]
+            if not torch.equal(*both):
                 text = "their values differ, so the training did not keep them tied"
                 raise MismatchError(what + text, different={two: text})
 

@@ -75,10 +75,9 @@ def upload(
     if it is removed meanwhile, StorageError. The same call again goes on where it stopped. verify: whether a file is
     there is known by its bytes, all of which are read, instead of by its size.
     """
-    held = ReaderLock.take(directory, os)
     try:
         # A path through the open directory leads to these very files, also if a newer one takes the name meanwhile.
-        with _opened(directory, os) as here:
+        with ReaderLock.take(directory, os), _opened(directory, os) as here:
             manifest, raw = _manifest(here, os)
             there = _There(store, store.root / name_of(manifest.global_step, raw), here, os)
             *files, last = items_of(manifest, raw)
@@ -98,8 +97,6 @@ def upload(
             return there.directory
     except FileNotFoundError as error:
         raise ReplacedError(f"{directory} was removed while it was uploaded; nothing is damaged") from error
-    finally:
-        held.release()
 
 
 @contextlib.contextmanager
