@@ -99,10 +99,10 @@ def newest_incidents(path: Path, count: int = RECENT) -> list[str]:
     found: list[str] = []
     for number, line in enumerate(lines):
         try:
-            of_launcher = json.loads(line)["outcome"] == recovery.OUTCOME
-            words = (
-                recovery.sentence(line, recovery.incident_of(lines[:number], line)) if of_launcher else sentence(line)
-            )
+            record = json.loads(line)
+            healed = record["outcome"] == recovery.OUTCOME
+            incident = recovery.incident_of(lines[:number], record) if healed else None
+            words = recovery.sentence(record, incident) if healed else sentence(line)
         except UNREADABLE:
             continue
         found.append(words)

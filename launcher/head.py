@@ -15,7 +15,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,8 @@ class Head:
             case Begun(rank, step, inexact, _, imports):
                 self._recovery.begun(rank, step, now_s, inexact, dict(imports))
             case Updated(rank):
-                if (line := self._recovery.updated(rank, now_s)) is not None:
-                    _tell_in_time(line, self._record)
+                if (recovered := self._recovery.updated(rank, now_s)) is not None:
+                    _tell_in_time(recovered, self._record)
             case _:
                 pass
 
@@ -309,24 +309,26 @@ class Uplink:
         self._connection.close()
 
 
-def _tell_in_time(line: str, record: Path | None) -> None:
+def _tell_in_time(record: Mapping[str, Any], path: Path | None) -> None:
     try:
-        threads.start(_tell_of, line, record, name="lastwords-record")
+        threads.start(_tell_of, record, path, name="lastwords-record")
     except UnavailableError as error:  # nothing else depends on it
-        _log.warning("%s; not recorded: %s", sentence(line, None), error)
+        _log.warning("%s; not recorded: %s", sentence(record, None), error)
 
 
-def _tell_of(line: str, record: Path | None) -> None:
-    """All ranks train again. In a thread of its own: a file system or a terminal may take its time."""
+def _tell_of(record: Mapping[str, Any], path: Path | None) -> None:
+    """All ranks train again. In a thread of its own: a file system or a terminal may take its time. path: where to."""
     incident = None
-    if record is not None:
+    if path is not None:
         with contextlib.suppress(OSError, StorageError):  # there is none where no controller has lived to write one
-            incident = incident_of(records(record), line)
+            incident = incident_of(records(path), record)
+    line = joined(record, incident)
+    if path is not None:
         with contextlib.suppress(StorageError):
-            append_record(record, joined(line, incident))
-    _telling.tell(joined(line, incident))
+            append_record(path, line)
+    _telling.tell(line)
     with contextlib.suppress(*UNREADABLE):
-        say(f"lastwords run: {sentence(line, incident)}")
+        say(f"lastwords run: {sentence(record, incident)}")
 
 
 def _new_store(address: str) -> TCPStore:

@@ -90,8 +90,8 @@ class Recovery:
             more["imports"] = {**imports}
         self._note("begun", rank, now_s, more)
 
-    def updated(self, rank: int, now_s: float) -> str | None:
-        """`rank` has ended its first step in this generation. The line of JSON, if it is the last one to do so."""
+    def updated(self, rank: int, now_s: float) -> dict[str, Any] | None:
+        """`rank` has ended its first step in this generation. The recovery's record, if it is the last one to do so."""
         if not self._events:
             self._trained = True
             return None
@@ -99,43 +99,40 @@ class Recovery:
         self._late.discard(rank)
         if self._late:
             return None
-        line = json.dumps(
-            {
-                "outcome": OUTCOME,
-                "entry": self._entry,
-                "step": self._step,
-                "began_mono_s": round(self._began_s, 6),
-                "died_mono_s": min(one["mono_s"] for one in self._events),
-                "events": self._events,
-                **({"trained": True} if self._trained else {}),
-                **({"ended": self._ended} if self._ended else {}),
-            }
-        )
+        record = {
+            "outcome": OUTCOME,
+            "entry": self._entry,
+            "step": self._step,
+            "began_mono_s": round(self._began_s, 6),
+            "died_mono_s": min(one["mono_s"] for one in self._events),
+            "events": self._events,
+            **({"trained": True} if self._trained else {}),
+            **({"ended": self._ended} if self._ended else {}),
+        }
         self._told_of_imports = self._told_of_imports or _imports(self._events) != ""
         self._events, self._step, self._ended, self._began_s, self._trained = [], 0, 0, self._entered_s, True
-        return line
+        return record
 
     def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, Any] = NOTHING_MORE) -> None:
         self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank, **more})
 
 
-def sentence(line: str, incident: Mapping[str, Any] | None) -> str:
-    """One line for people. incident: the controller's record of the same failure, where there was one.
+def sentence(record: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
+    """One line for people. record: of a recovery. incident: the controller's of the same failure, where there was one.
 
     >>> died = [{"what": "died", "mono_s": 5.0, "rank": 2, "code": -9}, {"what": "entered", "mono_s": 5.4}]
     >>> record = {"outcome": OUTCOME, "entry": 1, "step": 31, "died_mono_s": 5.0,
     ...     "events": [*died, {"what": "updated", "mono_s": 5.7, "rank": 0}]}
     >>> saved = [{"what": "decided", "mono_s": 5.008}, {"what": "published", "mono_s": 5.07}]
-    >>> sentence(json.dumps(record), {"known_mono_s": 5.0, "step": 31, "events": saved})
+    >>> sentence(record, {"known_mono_s": 5.0, "step": 31, "events": saved})
     'rank 2 died (SIGKILL): decided after 8 ms, saved after 70 ms, started again after 0.4 s, training again after \
 0.7 s; nothing lost, step 31 was saved'
     >>> refused = {"outcome": "NOT_SAVED", "reason": "disk full", "known_mono_s": 5.0, "events": [
     ...     {"what": "settled", "mono_s": 5.001, "rank": 0, "stand": "COMPUTING(31)"}]}
-    >>> sentence(json.dumps({**record, "step": 20}), refused)
+    >>> sentence({**record, "step": 20}, refused)
     'rank 2 died (SIGKILL): started again after 0.4 s, training again after 0.7 s; NOT SAVED (disk full): \
 STEPS 21 TO 31 ARE LOST, resumed after step 20'
     """
-    record = json.loads(line)
     died_s = min(record["died_mono_s"], incident["known_mono_s"] if incident else record["died_mono_s"])
     moments = (("decided", "decided"), ("published", "saved"))
     found = [f"{word} after {_since(died_s, at)}" for what, word in moments for at in _last(incident or _NONE, what)]
@@ -212,10 +209,9 @@ def steps_lost(record: Mapping[str, Any], incident: Mapping[str, Any] | None) ->
     return max(0, _newest_ended(incident, int(record.get("ended", 0))) - int(record["step"]))
 
 
-def incident_of(lines: Sequence[str | bytes], line: str) -> dict[str, Any] | None:
-    """Of the lines of incidents.jsonl the one of the failure that this recovery (`line`) has mended."""
-    began_s = json.loads(line)["began_mono_s"]
-    return _newest(lines, lambda one: one["known_mono_s"] >= began_s)
+def incident_of(lines: Sequence[str | bytes], record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of the lines of incidents.jsonl the one of the failure that this recovery (`record`) has mended."""
+    return _newest(lines, lambda one: one["known_mono_s"] >= record["began_mono_s"])
 
 
 def ending(codes: Mapping[int, int | None], step: int, lines: Sequence[str | bytes], ended: int = 0) -> tuple[int, str]:
@@ -267,17 +263,14 @@ def _newest(lines: Sequence[str | bytes], wanted: Callable[[dict[str, Any]], boo
     return None
 
 
-def joined(line: str, incident: Mapping[str, Any] | None) -> str:
-    """The line of a recovery with what leads to the controller's line about the same failure, if there is one.
+def joined(record: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
+    """The line of JSON of a recovery with what leads to the controller's line about the same failure, if there is one.
 
-    >>> joined('{"outcome": "RECOVERED", "entry": 3}', {"job": "digits", "generation": 7, "incident": 1})
+    >>> joined({"outcome": "RECOVERED", "entry": 3}, {"job": "digits", "generation": 7, "incident": 1})
     '{"outcome": "RECOVERED", "entry": 3, "generation": 7, "incident": 1}'
     """
-    if incident is None:
-        return line
-    return json.dumps(
-        {**json.loads(line), **{key: incident[key] for key in ("generation", "incident") if key in incident}}
-    )
+    about = {key: incident[key] for key in ("generation", "incident") if key in incident} if incident else {}
+    return json.dumps({**record, **about})
 
 
 def _last(record: Mapping[str, Any], what: str) -> list[float]:

@@ -70,8 +70,8 @@ class Incidents:
         try:
             record = json.loads(line)
             if record["outcome"] == recovery.OUTCOME:
-                mended = recovery.incident_of([*self._lines], line.decode())
-                item = _item(record, mended, recovery.sentence(line.decode(), mended))
+                mended = recovery.incident_of([*self._lines], record)
+                item = _item(record, mended, recovery.sentence(record, mended))
                 lost = recovery.steps_lost(record, mended)
                 self.recoveries, self.steps_lost = self.recoveries + 1, self.steps_lost + lost
             elif record["outcome"] in OUTCOMES:

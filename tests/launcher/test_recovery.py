@@ -39,7 +39,7 @@ def again(recovery: Recovery, ranks: int = 3) -> dict[str, Any]:
     recovery.entered(1, 20.4)
     lines = [recovery.updated(rank, 20.5 + rank / 10) for rank in range(ranks)]
     assert lines[:-1] == [None] * (ranks - 1)
-    record: dict[str, Any] = json.loads(lines[-1] or "")
+    record: dict[str, Any] = lines[-1] or {}
     return record
 
 
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_before_all_train_again_belongs_to_the_same_recovery() 
     recovery.died(2, KILLED, 20.3)
     record = again(recovery)
     assert {one["rank"] for one in record["events"] if one["what"] == "died"} == {1, 2}
-    assert "rank 1 died (SIGKILL), rank 2 died (SIGKILL)" in sentence(json.dumps(record), None)
+    assert "rank 1 died (SIGKILL), rank 2 died (SIGKILL)" in sentence(record, None)
 
 
 @pytest.mark.parametrize("step", [31, 0])
@@ -96,7 +96,7 @@ def test_where_all_die_at_once_it_says_that_steps_are_lost_and_not_where_none_wa
         for rank in range(3):
             recovery.died(rank, KILLED, 20.0)
         record = again(recovery)
-        golden.says(sentence(json.dumps({**record, "step": step}), None))
+        golden.says(sentence({**record, "step": step}, None))
         recovery = Recovery((0, 1, 2))
         recovery.entered(0, 10.0)
 
@@ -107,7 +107,7 @@ def test_where_no_survivor_has_said_what_it_saved_steps_may_be_lost() -> None:
     for step in (31, 0):
         recovery = training()
         recovery.died(1, KILLED, 20.0)
-        said.append(sentence(json.dumps({**again(recovery), "step": step}), None))
+        said.append(sentence({**again(recovery), "step": step}, None))
     golden.says("\n".join(said))
 
 
@@ -115,7 +115,7 @@ def test_the_first_end_of_a_rank_is_in_the_sentence_and_not_those_that_follow() 
     recovery = training()
     recovery.died(1, KILLED, 20.0)
     recovery.died(1, 1, 20.1)
-    assert sentence(json.dumps(again(recovery)), None).startswith("rank 1 died (SIGKILL): ")
+    assert sentence(again(recovery), None).startswith("rank 1 died (SIGKILL): ")
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (2,)], ids=["all", "one"])
@@ -128,7 +128,7 @@ def test_where_the_resume_is_not_exact_the_sentence_does_not_say_that_nothing_is
     recovery.entered(1, 20.1)
     for rank in range(3):
         recovery.begun(rank, 31, 20.2, "the saved run had another torch (and 1 more)" if rank in ranks else "")
-    line = json.dumps(again(recovery))
+    line = again(recovery)
     golden.says(sentence(line, {"known_mono_s": 20.0, "events": []} if saved else None))
 
 
@@ -146,7 +146,7 @@ def test_imports_that_took_long_are_in_the_sentence_of_the_first_recovery_alone(
         recovery.entered(entry, 20.1)
         for rank in range(3):
             recovery.begun(rank, 31, 23.0, imports=imports[rank])
-        said.append(sentence(json.dumps(again(recovery)), None))
+        said.append(sentence(again(recovery), None))
     golden.says("\n".join(said))
 
 
@@ -194,7 +194,7 @@ def test_steps_that_are_lost_are_named_though_the_disk_is_too_full_for_the_recor
     recovery.entered(1, 20.2)
     for rank in range(3):
         recovery.begun(rank, 31, 20.3)
-    golden.says(sentence(json.dumps(again(recovery)), None))
+    golden.says(sentence(again(recovery), None))
     golden.says(ending({0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED}, 31, [], 36)[1])
 
 
@@ -206,7 +206,7 @@ def test_a_step_that_a_rank_had_ended_and_that_is_not_saved_is_said_to_be_done_a
     for rank in range(3):
         recovery.begun(rank, 31, 20.2, "")
     settled = {"what": "settled", "mono_s": 20.0, "rank": 0, "stand": f"COMPUTING({reached})"}
-    golden.says(sentence(json.dumps(again(recovery)), {"known_mono_s": 20.0, "step": 31, "events": [settled]}))
+    golden.says(sentence(again(recovery), {"known_mono_s": 20.0, "step": 31, "events": [settled]}))
 
 
 def test_what_the_controller_knows_of_an_end_is_in_the_sentence() -> None:
@@ -214,14 +214,14 @@ def test_what_the_controller_knows_of_an_end_is_in_the_sentence() -> None:
     for code, how in ((KILLED, "SIGKILL"), (UNKNOWN_CODE, "")):
         recovery = training()
         recovery.died(1, code, 20.0, how)
-        line = json.dumps(again(recovery))
+        line = again(recovery)
         ended = {"what": "ended", "mono_s": 20.0, "rank": 1, "how": ending_text(-9, OomKills(0), OomKills(1))}
         golden.says(sentence(line, {"known_mono_s": 20.0, "step": 31, "events": [ended]}))
     golden.says(sentence(line, None))
 
 
 def test_the_incident_of_this_generation_belongs_to_it_and_no_older_one() -> None:
-    line = json.dumps({"began_mono_s": 10.0})
+    line = {"began_mono_s": 10.0}
     older = json.dumps({"outcome": "SAVED", "known_mono_s": 9.0, "step": 3})
     alarm = json.dumps({"outcome": "FALSE_ALARM", "known_mono_s": 12.0})
     refused = json.dumps({"outcome": "NOT_SAVED", "known_mono_s": 15.0, "step": 0})
@@ -275,8 +275,8 @@ class Job:
     """A head, and the recoveries that it tells of."""
 
     def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.lines: queue.Queue[str] = queue.Queue()
-        monkeypatch.setattr(head, "_tell_of", lambda line, record: self.lines.put(line))
+        self.told: queue.Queue[dict[str, Any]] = queue.Queue()
+        monkeypatch.setattr(head, "_tell_of", lambda record, path: self.told.put(record))
         self.head = head.Head(ranks, 0, "127.0.0.1")
         self.ordered: list[object] = []
         self.head.has_host(range(ranks), self.ordered.append)
@@ -291,11 +291,11 @@ class Job:
         for rank in self.head.core.world:
             self.hears(Guarded(rank), Begun(rank, step), Updated(rank))
 
-    def recovers(self, *events: Event, step: int = 7) -> str:
-        """The line of JSON."""
+    def recovers(self, *events: Event, step: int = 7) -> dict[str, Any]:
+        """The record."""
         self.hears(*events)
         self.trains(step)
-        return self.lines.get(timeout=60)
+        return self.told.get(timeout=60)
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_an_exception_is_in_the_record_and_in_the_sentence_in_place_of_an_exit_c
     known = {"what": "ended", "mono_s": 0.0, "rank": 1, "how": "exit code 1"}
     incident = {"known_mono_s": 0.0, "step": 7, "events": [known]}
     assert sentence(line, incident).startswith("rank 1 died (ValueError: bad batch): started again after ")
-    ends = [(one["rank"], one["raised"]) for one in json.loads(line)["events"] if one["what"] == "died"]
+    ends = [(one["rank"], one["raised"]) for one in line["events"] if one["what"] == "died"]
     assert ends == [(1, "ValueError: bad batch")]
 
 
@@ -338,7 +338,7 @@ def test_a_rank_that_was_ended_from_here_has_not_died(job: Job) -> None:
     job.hears(Ended(1, KILLED), Leaving(0, 7), Ended(0, 75))
     line = job.recovers(Ended(1, KILLED), Ended(0, 1, raised="RuntimeError: connection closed by peer"), step=7)
     assert End(0) in job.ordered
-    ends = [one["rank"] for one in json.loads(line)["events"] if one["what"] == "died"]
+    ends = [one["rank"] for one in line["events"] if one["what"] == "died"]
     assert ends == [1, 1]
 
 
@@ -350,11 +350,11 @@ def test_a_supervisor_that_ends_takes_its_rank_with_it(monkeypatch: pytest.Monke
 def test_what_a_controller_writes_meanwhile_stays(tmp_path: Path) -> None:
     path = tmp_path / "incidents.jsonl"
     path.write_text(json.dumps({"outcome": "SAVED", "known_mono_s": 0.0}) + "\n")
-    line = recovered_line()
+    record = recovered()
     with path.open("a") as controller:
-        head._tell_of(line, path)
+        head._tell_of(record, path)
         controller.write("{}\n")
-    assert path.read_text().splitlines()[-2:] == [line, "{}"]
+    assert path.read_text().splitlines()[-2:] == [json.dumps(record), "{}"]
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -362,13 +362,14 @@ def test_a_recovery_is_told_once_it_is_written_or_could_not_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
 ) -> None:
     path = tmp_path / "incidents.jsonl" if writable else Path("/proc/nowhere/incidents.jsonl")
-    line, told = recovered_line(), []
+    record, told = recovered(), []
 
     def tell(said: str) -> None:
         told.append((said, path.read_text() if writable else ""))
 
     monkeypatch.setattr(head._telling, "tell", tell)
-    head._tell_of(line, path)
+    head._tell_of(record, path)
+    line = json.dumps(record)
     assert told == [(line, f"{line}\n" if writable else "")]
 
 
@@ -377,12 +378,12 @@ def test_the_line_of_a_recovery_leads_to_the_controllers_line(tmp_path: Path) ->
     path = tmp_path / "incidents.jsonl"
     about = {"generation": 7, "incident": 2}
     path.write_text(json.dumps({"outcome": "SAVED", **about, "step": 3, "known_mono_s": 5.0, "events": []}) + "\n")
-    head._tell_of(recovered_line(), path)
-    assert json.loads(path.read_text().splitlines()[-1]) == {**json.loads(recovered_line()), **about}
+    head._tell_of(recovered(), path)
+    assert json.loads(path.read_text().splitlines()[-1]) == recovered() | about
 
 
-def recovered_line() -> str:
+def recovered() -> dict[str, Any]:
     died = {"what": "died", "mono_s": 5.0, "rank": 0, "code": -9}
     updated = {"what": "updated", "mono_s": 6.0, "rank": 0}
     record = {"outcome": "RECOVERED", "entry": 1, "step": 3, "began_mono_s": 1.0, "died_mono_s": 5.0}
-    return json.dumps({**record, "events": [died, updated]})
+    return {**record, "events": [died, updated]}
