@@ -58,6 +58,7 @@ from lastwords.optim_wrapper.state import extras, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues, saved_in
 from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import restore_inline
+from lastwords.optim_wrapper.tensors.overwriting import Overwriting
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 from lastwords.processor.box_layout import RegionCopy
@@ -261,7 +262,8 @@ def _restore(
         local_buffers |= untouched
     with_same = None if moved else recorder.units.table.holding_the_same(world.rank)
     reasons += _not_alike(manifest, world.rank, with_same)
-    _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed)
+    overwriting = Overwriting([*recorder.view.model.parameters(), *recorder.view.model.buffers()])
+    _restore_units(checkpoint, recorder, frozenset(local_buffers), reasons, surveyed, overwriting)
 
     step_regions = {name: copy for name, copy in local.items() if not name.startswith(EPOCH_PREFIX)}
     epoch_start = {
@@ -282,7 +284,7 @@ def _restore(
         reasons += recorder.extra_buffers.restore(step_regions)
         inline = manifest.locals[extras_of].document.extras_inline(f"{path}: local_extras")
         if inline is not None:
-            restore_inline(recorder.local_extras, inline)
+            restore_inline(recorder.local_extras, inline, overwriting)
     else:
         step_regions, epoch_start, at_step, at_start = {}, {}, NOTHING, NOTHING
     reasons += recorder.gradients.restore(step_regions)
@@ -348,6 +350,7 @@ def _restore_units(
     rank_local_buffers: frozenset[str],
     reasons: list[str | Reason],
     surveyed: Survey | None,
+    overwriting: Overwriting | None = None,
 ) -> None:
     """Weights, optimizer and extras of this rank's units. Checked as a whole before anything is changed.
 
@@ -387,7 +390,7 @@ def _restore_units(
         groups = recorder.view.optimizer.param_groups
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
         reasons += plain_values.align(groups, entries, used)
-    recorder.extras.restore(of_extras.meta.extras, extras.read)
+    recorder.extras.restore(of_extras.meta.extras, extras.read, overwriting)
 
 
 def _not_alike(manifest: Manifest, rank: int, ranks: Collection[int] | None = None) -> list[Reason]:

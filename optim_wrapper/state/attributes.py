@@ -55,8 +55,9 @@ from lastwords.optim_wrapper.state.object_walk import (
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.state_view import UnitView
+from lastwords.optim_wrapper.tensors.overwriting import Overwriting
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
-from lastwords.optim_wrapper.tensors.tensor_tree import into, is_composite, leaves_of, out_of, put_together, take_apart
+from lastwords.optim_wrapper.tensors.tensor_tree import is_composite, leaves_of, out_of, put_together, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of
@@ -655,7 +656,7 @@ class _Putting:
         self._missing = ""
         self._lost: list[str] = []
         """What was not made, so that what lies in it has no place: told once, where it began."""
-        self._there_already: set[int] = set()
+        self._overwriting = Overwriting()
 
     def put(self, path: str, key: str, value: Any) -> None:
         """Make this attribute what it was."""
@@ -685,7 +686,7 @@ class _Putting:
                 home = self._walk.home(one)
                 return home != "" and not _is_inside(home, here)
 
-            own[key] = into(live, whole, self._there_already, is_foreign)
+            own[key] = self._overwriting.into(live, whole, is_foreign)
             if own[key] is not live and _is_variables(path) and self._walk.is_root(path):
                 self.reasons.append(f"{here} is another object by now: a variable cannot be set from outside")
             self._walk.see(path, key)
@@ -735,7 +736,7 @@ class _Putting:
         if place.path:
             base = self._walk.tensors.get(place.path)
             if base is not None and place.kind == form_of(base):
-                self._there_already.add(id(base))
+                self._overwriting.whole.add(id(base))
                 return base
             found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
             if found is not None and place.kind == ID:
@@ -744,7 +745,7 @@ class _Putting:
                 f"{type(found).__module__}.{type(found).__qualname__}",
                 type(found).__name__,
             ):
-                self._there_already.add(id(found))
+                self._overwriting.whole.add(id(found))
                 return found
         if place == self._walk.told(live, "", 0):
             return live

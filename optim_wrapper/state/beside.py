@@ -29,10 +29,10 @@ from lastwords.optim_wrapper.state.object_walk import (
     Cell,
     Walk,
     is_walked,
-    memory_of,
     own_of,
 )
 from lastwords.optim_wrapper.state.running import is_users, locals_of, user_frames
+from lastwords.optim_wrapper.tensors.tensor_bytes import memory_of
 
 _log = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from lastwords.checkpoint.storable import pack
 from lastwords.errors import ConfigError, FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.own_state import OwnState
+from lastwords.optim_wrapper.tensors.overwriting import Overwriting
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, source_of, spec_of
 from lastwords.optim_wrapper.tensors.tensor_tree import (
     ATOMS,
@@ -42,7 +43,6 @@ from lastwords.optim_wrapper.tensors.tensor_tree import (
     NamedTensor,
     advance,
     out_of,
-    overwrite_values,
     put_together,
     take_apart,
 )
@@ -458,8 +458,10 @@ class Extras:
 
     # ------------------------------------------------------------------ resume
 
-    def restore(self, meta: ExtrasMeta, read: Callable[[Tree], torch.Tensor]) -> None:
-        """Put stored states back; `read(node)` gives a stored tensor.
+    def restore(
+        self, meta: ExtrasMeta, read: Callable[[Tree], torch.Tensor], overwriting: Overwriting | None = None
+    ) -> None:
+        """Put stored states back; `read(node)` gives a stored tensor. overwriting: that of other extras, too.
 
         Raises MismatchError, before anything is changed, if the names differ.
         """
@@ -479,12 +481,13 @@ class Extras:
                 extra=extra,
             )
         values = {name: put_together(trees[name], read, self._called(name)) for name in self._objects if name in trees}
+        overwriting = overwriting or Overwriting()
         for name, value in values.items():
             target = self._objects[name]
             if isinstance(target, dict):
                 if not isinstance(value, dict):
                     raise FormatError(f"the checkpoint's {self._label}[{name!r}] is not a dict, but it is here")
-                overwrite_values(target, value, keep=name in left_out)
+                overwriting.values(target, value, keep=name in left_out)
                 continue
             try:
                 target.load_state_dict(value)
@@ -629,9 +632,9 @@ def pack_inline(extras: Extras, snapshot: ExtrasSnapshot) -> InlineExtras:
     return InlineExtras(meta, inline)
 
 
-def restore_inline(extras: Extras, packed: InlineExtras) -> None:
+def restore_inline(extras: Extras, packed: InlineExtras, overwriting: Overwriting | None = None) -> None:
     """Inverse of `pack_inline`: puts the states back into the objects."""
-    extras.restore(packed.tree, out_of(packed.tensors, "local_extras"))
+    extras.restore(packed.tree, out_of(packed.tensors, "local_extras"), overwriting)
 
 
 def _is_loader(extra: Any) -> bool:

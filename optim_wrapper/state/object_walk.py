@@ -51,7 +51,7 @@ from lastwords.optim_wrapper.state.running import (
     user_frames,
     user_modules,
 )
-from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import memory_of, problem_of
 from lastwords.optim_wrapper.tensors.tensor_tree import DICTS, parts_of
 from lastwords.sharding.dtensor import local_of
 
@@ -623,19 +623,6 @@ def form_of(value: Any) -> str:
         return f"memory {value.dtype} {value.shape} {value.strides} at {at}"
     local = local_of(value)
     return f"memory {local.dtype} {tuple(local.shape)} {local.stride()} at {local.storage_offset()}"
-
-
-def memory_of(value: Any) -> int:
-    """Where the memory begins that a tensor or an array lies in, with all of its views; 0 if there is none."""
-    kind = type(value)
-    while issubclass(kind, np.ndarray) and issubclass(type(value.base), np.ndarray | torch.Tensor):
-        value = value.base
-        kind = type(value)
-    if issubclass(kind, np.ndarray):
-        return int(value.__array_interface__["data"][0]) if value.nbytes else 0
-    if not issubclass(kind, torch.Tensor) or problem_of(local := local_of(value)):
-        return 0
-    return local.untyped_storage().data_ptr() if local.nbytes else 0
 
 
 def _shared_by_gradients(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -137,6 +137,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview | None:
     return np.asarray(_TensorMemory(plain)).data
 
 
+def memory_of(value: Any) -> int:
+    """Where the memory begins that a tensor or an array lies in, with all of its views; 0 if there is none."""
+    kind = type(value)
+    while issubclass(kind, np.ndarray) and issubclass(type(value.base), np.ndarray | torch.Tensor):
+        value = value.base
+        kind = type(value)
+    if issubclass(kind, np.ndarray):
+        return int(value.__array_interface__["data"][0]) if value.nbytes else 0
+    if not issubclass(kind, torch.Tensor) or problem_of(local := local_of(value)):
+        return 0
+    return local.untyped_storage().data_ptr() if local.nbytes else 0
+
+
 def _without_memory(plain: torch.Tensor) -> str:
     """Whether a tensor's storage has been freed (resized to less) behind it: reading it would end the process."""
     there = plain.untyped_storage().nbytes()

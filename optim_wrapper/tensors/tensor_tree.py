@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -40,11 +40,10 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import (
     refuse_unsupported,
     staged_bytes,
     tensor_over,
-    writing,
 )
 from lastwords.sharding.dtensor import ShardBox, is_dtensor, local_of, placements_to_json
 
-# Copies of the user's values as they are at one moment, sharing what has not changed; and putting them back.
+# Copies of the user's values as they are at one moment, sharing what has not changed.
 
 DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _MADE_ANEW = (set, frozenset, bytearray)
@@ -153,78 +152,6 @@ def _other_bits(before: Any, now: Any) -> bool:
 def _text(value: Any) -> str:
     """The value as it would be stored. Packed values alone may be equal where 1 is not True, or 0.0 is not -0.0."""
     return json.dumps(pack(value))
-
-
-def _nobody(here: Any) -> bool:
-    return False
-
-
-def overwrite_values(
-    target: dict[Any, Any],
-    value: dict[Any, Any],
-    *,
-    keep: bool = False,
-    whole: Container[int] = (),
-    is_foreign: Callable[[Any], bool] = _nobody,
-) -> None:
-    """Make `target` equal to `value`, order included; tensors, generators and dicts in it stay the same objects.
-
-    keep: what is not in `value` was left out of it, and stays. whole, is_foreign: see `into`.
-    """
-    made = {key: into(target.get(key), item, whole, is_foreign) for key, item in value.items()}
-    kept = {key: item for key, item in target.items() if keep and key not in made}
-    target.clear()
-    target.update(made | kept)
-
-
-def into(here: Any, item: Any, whole: Container[int] = (), is_foreign: Callable[[Any], bool] = _nobody) -> Any:
-    """`item`, as the object `here` if that can take it over.
-
-    whole: ids of what is to stand there itself. is_foreign: whether an object belongs to something else as well, which
-    is not to be written by the way.
-    """
-    kind = type(item)
-    if id(item) in whole:
-        return item
-    if is_foreign(here):
-        return item if differ(here, item) else here
-    if isinstance(here, torch.Tensor) and isinstance(item, torch.Tensor):
-        alike = (here.shape, here.dtype, here.layout) == (item.shape, item.dtype, item.layout)
-        alike = alike and not inner_names(here) and not inner_names(item)  # copy_() of a quantized one rounds anew
-        if not alike or here.layout is not torch.strided or here is item:
-            return item
-        if here.numel() and 0 in here.stride():  # expand()
-            return item
-        with writing(here):
-            here.copy_(item)
-        return here
-    if type(here) is not kind or here is item:
-        return item
-    if kind is np.ndarray:
-        if (here.dtype, here.shape) != (item.dtype, item.shape) or not here.flags.writeable:
-            return item
-        here[...] = item
-        return here
-    mine, its = parts_of(here), parts_of(item)
-    if mine is not None and its is not None and mine[1] != its[1]:  # another factory, length or device
-        return item
-    if kind in DICTS:
-        overwrite_values(here, item, whole=whole, is_foreign=is_foreign)
-    elif kind is list or kind is deque:
-        olds = [*here] if len(here) == len(item) else [None] * len(item)
-        items = [into(old, one, whole, is_foreign) for old, one in zip(olds, item, strict=True)]
-        here.clear()
-        here.extend(items)
-    elif kind is set:
-        here.clear()
-        here.update(item)
-    elif kind is bytearray and len(here) == len(item):
-        here[:] = item
-    elif kind is torch.Generator:
-        here.set_state(item.get_state())
-    else:
-        return item
-    return here
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
