@@ -142,6 +142,7 @@ class OptTFTWrapper(Optimizer):
                 f"{zero.told_of_deepspeed()}"
             )
         _refuse_second_wrapper(optimizer)
+        _refuse_unmade(optimizer)
         self._adopt(optimizer)
 
     def _adopt(self, inner: Optimizer) -> None:
@@ -489,6 +490,22 @@ class OptTFTWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
+
+
+def _refuse_unmade(optimizer: Optimizer) -> None:
+    """ConfigError for one that has never called `Optimizer.__init__`, as `PostLocalSGDOptimizer` does not."""
+    if hasattr(optimizer, "defaults"):
+        return
+    name = type(optimizer).__name__
+    inside = isinstance(getattr(optimizer, "optim", None), Optimizer)
+    raise ConfigError(
+        f"{name} has never called Optimizer.__init__, so it lacks what every torch optimizer has; "
+        + (
+            "wrap its `.optim` instead, and do what it adds (averaging weights, say) in the loop, before the step ends"
+            if inside
+            else f"call super().__init__(params, defaults) in {name}.__init__"
+        )
+    )
 
 
 def _refuse_second_wrapper(optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -71,6 +72,19 @@ def test_anything_but_an_optimizer_is_refused(what: Any) -> None:
         OptTFTWrapper(what)
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, ConfigError)
+
+
+class Unmade(torch.optim.SGD):
+    def __init__(self) -> None:
+        self.param_groups = []
+
+
+def test_an_optimizer_that_was_not_made_like_any_other_is_refused_with_what_to_wrap_instead() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    for one in (PostLocalSGDOptimizer(inner, None), Unmade()):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as caught:
+            OptTFTWrapper(one)
+        golden.says(str(caught.value))
 
 
 def test_wrapping_twice_is_refused_whether_the_wrapper_or_its_optimizer_is_given() -> None:
