@@ -41,7 +41,9 @@ from lastwords.optim_wrapper.state.object_walk import (
     ID,
     LARGE_ARRAY,
     MEMBER,
+    MEMORY,
     NAMED_TUPLE,
+    SAME,
     VALUE_BYTES_MAX,
     VARIABLES,
     Shadow,
@@ -657,6 +659,8 @@ class _Putting:
         self._lost: list[str] = []
         """What was not made, so that what lies in it has no place: told once, where it began."""
         self._overwriting = Overwriting()
+        self._inside: dict[str, Any] = {}
+        """What is in the attribute that is being put, by its path there: it may be in it once more."""
 
     def put(self, path: str, key: str, value: Any) -> None:
         """Make this attribute what it was."""
@@ -671,9 +675,9 @@ class _Putting:
         if type(value) is Place and value == GONE:
             own.pop(key, None)
             return
-        self._missing = ""
+        self._missing, self._inside = "", {}
         live = content_of(holder) if key == CONTENT else own.get(key)
-        whole = self._filled(live, value)
+        whole = self._filled(live, value, f"{path}.{key}")
         if self._missing:
             self._lost.append(f"{path}.{key}")
             self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
@@ -691,28 +695,36 @@ class _Putting:
                 self.reasons.append(f"{here} is another object by now: a variable cannot be set from outside")
             self._walk.see(path, key)
 
-    def _filled(self, live: Any, value: Any) -> Any:
+    def _filled(self, live: Any, value: Any, path: str) -> Any:
         """`value` with what stands here for each `Place` in it; live: what lies here at the same place."""
-        kind = type(value)
-        if kind is Place:
+        if type(value) is Place:
             return self._there(live, value)
+        made = self._filled_inside(live, value, path)
+        if path:
+            self._inside[path] = made
+        return made
+
+    def _filled_inside(self, live: Any, value: Any, path: str) -> Any:
+        kind = type(value)
         if kind is tuple and value and type(value[0]) is Place and value[0].kind == NAMED_TUPLE:
-            return self._named_tuple(live, value)
+            return self._named_tuple(live, value, path)
         if kind in (list, tuple, deque):
             old = [*live] if type(live) is kind and len(live) == len(value) else [None] * len(value)
-            items = [self._filled(one, item) for one, item in zip(old, value, strict=True)]
+            items = [
+                self._filled(one, item, f"{path}[{at}]") for at, (one, item) in enumerate(zip(old, value, strict=True))
+            ]
             return deque(items, value.maxlen) if kind is deque else kind(items)
         if isinstance(value, dict):
             known = live if type(live) is kind else {}
-            keys = [(self._filled(None, at), item) for at, item in value.items()]
-            pairs = {key: self._filled(known.get(key), item) for key, item in keys}
+            keys = [(self._filled(None, at, ""), item) for at, item in value.items()]
+            pairs = {key: self._filled(known.get(key), item, self._walk.item_path(path, key)) for key, item in keys}
             value.clear()
             value.update(pairs)
             if kind is dict and type(live) is defaultdict:
                 return defaultdict(live.default_factory, value)
         return value
 
-    def _named_tuple(self, live: Any, value: Any) -> Any:
+    def _named_tuple(self, live: Any, value: Any, path: str) -> Any:
         """Of the class that what lies here has, or that a module has under this name."""
         name = value[0].path
         kind = _class_of(live, name)
@@ -720,7 +732,10 @@ class _Putting:
             self._missing = f"a {name}"
             return None
         olds = live if type(live) is kind else [None] * len(value)
-        items = [self._filled(old, item) for old, item in zip(olds, value[1:], strict=False)]
+        fields = [*getattr(kind, "_fields", ()), *map(str, range(len(value)))]
+        items = [
+            self._filled(old, item, f"{path}.{name}") for old, item, name in zip(olds, value[1:], fields, strict=False)
+        ]
         return tuple.__new__(kind, items)
 
     def _there(self, live: Any, place: Place) -> Any:
@@ -733,9 +748,13 @@ class _Putting:
         if place.path in self._saved and place.kind in ("", ID, DATA_PTR):
             tensor = self._saved[place.path]
             return tensor if not place.kind else id(tensor) if place.kind == ID else local_of(tensor).data_ptr()
+        inside = self._inside.get(place.path)
+        if inside is not None and place.kind in (SAME, type(inside).__name__):
+            self._overwriting.whole.add(id(inside))  # what is one thing here is written nowhere, or it would be two
+            return inside
         if place.path:
             base = self._walk.tensors.get(place.path)
-            if base is not None and place.kind == form_of(base):
+            if base is not None and place.kind in (SAME, form_of(base)):
                 self._overwriting.whole.add(id(base))
                 return base
             found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
@@ -749,7 +768,12 @@ class _Putting:
                 return found
         if place == self._walk.told(live, "", 0):
             return live
-        self._missing = f"a {place.kind.partition(WHICH)[0]}"
+        shares = place.path and (place.kind == SAME or place.kind.startswith(MEMORY))
+        self._missing = (
+            f"a tensor or array that shares memory with {place.path}"
+            if shares
+            else f"a {place.kind.partition(WHICH)[0]}"
+        )
         return None
 
 

@@ -136,6 +136,12 @@ CODE = Place("", "code")
 CONTENT = "[]"
 """In an attribute's place: the items of an object whose class is made of a list, a deque or a dict."""
 
+MEMORY = "memory "
+"""Begins the kind of the `Place` of a tensor or an array that is another part of the memory of the one there."""
+
+SAME = "the same memory"
+"""Kind of the `Place` of one that is the same part, or the very same object."""
+
 NAMED_TUPLE = "named tuple"
 """Kind of the `Place` that stands before the items of one: its path is the class's."""
 
@@ -415,7 +421,8 @@ class Walk:
             return Place("", "a view of a tensor that is saved")
         met = self._memory.setdefault(at, path) if at and path else path
         if met != path:
-            return Place(met, form_of(value))
+            form = form_of(value)  # a base that is put back may lie elsewhere in its memory than it did
+            return Place(met, SAME if form == form_of(self.tensors[met]) else form)
         if at:
             self.tensors[path] = value
             self._origin.setdefault(path, self._at)
@@ -460,7 +467,7 @@ class Walk:
                 held = digest([*value.values()], 0) if self._values else ""
                 return Place("", f"{kind.__name__} of {len(value)} with objects for keys{WHICH}{held}")
             pairs = [
-                (self.told(key, "", depth + 1), self.told(item, f"{path}[{self._label(key)}]", depth + 1))
+                (self.told(key, "", depth + 1), self.told(item, self.item_path(path, key), depth + 1))
                 for key, item in [*value.items()]
             ]
             if kind is defaultdict:
@@ -474,6 +481,10 @@ class Walk:
             )
         told = [self.told(item, f"{path}[{at}]", depth + 1) for at, item in enumerate([*value])]
         return deque(told, value.maxlen) if kind is deque else kind(told)
+
+    def item_path(self, path: str, key: Any) -> str:
+        """Of what lies in a dict at `path`."""
+        return f"{path}[{self._label(key)}]"
 
     def _label(self, key: Any) -> str:
         if type(key) is tuple:
@@ -620,9 +631,9 @@ def form_of(value: Any) -> str:
     """Which part of its memory a tensor or an array is."""
     if issubclass(type(value), np.ndarray):
         at = value.__array_interface__["data"][0] - memory_of(value)
-        return f"memory {value.dtype} {value.shape} {value.strides} at {at}"
+        return f"{MEMORY}{value.dtype} {value.shape} {value.strides} at {at}"
     local = local_of(value)
-    return f"memory {local.dtype} {tuple(local.shape)} {local.stride()} at {local.storage_offset()}"
+    return f"{MEMORY}{local.dtype} {tuple(local.shape)} {local.stride()} at {local.storage_offset()}"
 
 
 def _shared_by_gradients(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from lastwords.optim_wrapper.state import generators
 from lastwords.optim_wrapper.state.extras import Extras, pack_inline, restore_inline
 from lastwords.optim_wrapper.state.object_walk import Walk
 from lastwords.optim_wrapper.tensors.overwriting import Overwriting
+from tests import golden
 from tests.optim_wrapper.test_attributes import saved, watched
 from tests.optim_wrapper.test_extras import same
 
@@ -145,3 +148,48 @@ def test_extras_do_not_write_into_the_weights() -> None:
     overwriting = Overwriting(net.parameters())
     overwriting.values(here, saved)
     assert (net.weight.equal(weight), here["best"].equal(weight + 1), here["bias"] is bias) == (True, True, True)
+
+
+class Item(NamedTuple):
+    state: torch.Tensor
+    after: torch.Tensor
+
+
+def replay(states: list[torch.Tensor]) -> Any:
+    """Pairs of what was and what came then: the second of one is the first of the next."""
+    pairs = [(one, {"after": other}) for one, other in itertools.pairwise(states)]
+    return {
+        "pairs": deque(pairs, 9),
+        "items": [Item(*two) for two in itertools.pairwise(states)],
+        "lists": [states, states],
+    }
+
+
+@pytest.mark.parametrize("live", [0, 3])
+def test_a_tensor_that_an_attribute_holds_twice_is_one_again(live: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "Beyond", lambda walk, roots: Walk({}, {}))
+    net, again = nn.Linear(1, 1), nn.Linear(1, 1)
+    rows = torch.arange(12.0).view(4, 3)
+    net.mine, again.mine = None, replay([torch.zeros(3) for _ in range(live)]) if live else None
+    watch, new = watched(net), watched(again)
+    states = [rows[at].clone() for at in range(3)]
+    net.mine = replay(states)  # type: ignore[assignment]
+    watch.look()
+    assert new.put(saved(watch)) == []
+    here: Any = again.mine
+    assert here["pairs"][0][1]["after"] is here["pairs"][1][0] is here["items"][0].after is here["lists"][0][1]
+    assert here["lists"][0] is here["lists"][1]
+    assert [one.tolist() for one in here["lists"][0]] == [one.tolist() for one in states]
+    assert here["pairs"].maxlen == 9
+
+
+def test_rows_of_one_tensor_are_not_taken_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "Beyond", lambda walk, roots: Walk({}, {}))
+    net, again = nn.Linear(1, 1), nn.Linear(1, 1)
+    net.mine, again.mine = [], []  # type: ignore[assignment]
+    watch, new = watched(net), watched(again)
+    rows = torch.arange(6.0).view(2, 3)
+    net.mine = [rows[1], rows[0], rows[1]]  # type: ignore[assignment]
+    watch.look()
+    golden.says(new.put(saved(watch)))
+    assert again.mine == []
