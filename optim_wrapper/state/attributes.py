@@ -424,14 +424,14 @@ class Attributes:
             if not self.ledger.forgets(name)
         ]
 
-    def put_where_it_is(self, saved: SavedAttributes) -> list[str]:
-        """Put back what functions' variables lead to, and name what they do not lead to by now."""
+    def put_where_it_is(self, saved: SavedAttributes) -> tuple[list[str], list[str]]:
+        """Put back what functions' variables lead to: why that is not exact, and what they do not lead to by now."""
         variables = {path: keys for path, keys in saved.items() if _is_variables(path)}
         if not variables:
-            return []
+            return [], []
         there = self._new_walk().objects
-        self.ledger.tell(*self.put({path: keys for path, keys in variables.items() if path in there}))
-        return sorted(f"{path}.{key}" for path, keys in variables.items() if path not in there for key in keys)
+        reasons = self.put({path: keys for path, keys in variables.items() if path in there})
+        return reasons, sorted(f"{path}.{key}" for path, keys in variables.items() if path not in there for key in keys)
 
     def restore(self, saved: SavedValues, *, looked: bool = False) -> list[str]:
         """Put everything back; why that is not exact, if it is not. FormatError, before anything is, for damage.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lastwords.checkpoint.entries import Reason, first_of
+from lastwords.checkpoint.entries import Reason, as_reason, first_of
 from lastwords.checkpoint.meta import RunFacts
 from lastwords.errors import ConfigError, UnavailableError
 from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
@@ -134,7 +134,9 @@ class Run:
         self.resumed = self._unnamed_since = self._not_begun = resumed
         self.recorder.named = resumed.last_named
         self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
-        self._missing = self.recorder.attributes.put_where_it_is(resumed.at_step.values)
+        inexact, self._missing = self.recorder.attributes.put_where_it_is(resumed.at_step.values)
+        self.not_exact(*inexact)
+        resumed.reasons.extend(one for one in map(as_reason, inexact) if one not in resumed.reasons)
         self.recorder.ledger.tell(*resumed.reasons)
         self._reasons = self.recorder.ledger.reasons
 
@@ -163,7 +165,7 @@ class Run:
             attributes.know(loader)
         attributes.look()
         if resumed is not None and resumed.regions:
-            self.recorder.ledger.tell(*attributes.put(resumed.at_step.of_the_loader.values))
+            self.not_exact(*attributes.put(resumed.at_step.of_the_loader.values))
 
     def know_data(self, loader: object) -> None:
         """The loop iterates over this; told where it is not what the saved run's did."""
@@ -191,7 +193,7 @@ class Run:
                 of_loader = self.resumed.at_step.of_the_loader.generators
                 known = self.recorder.attributes.knows_loader
                 self.recorder.ledger.tell(*own_loop.left_to_the_loop({} if known else of_loader))
-                self.recorder.ledger.tell(
+                self.not_exact(
                     *(f"{name} is not what it was: there was no such object in resume()" for name in self._missing)
                 )
                 self.recorder.ledger.tell(*self.recorder.attributes.generators.left_over())

@@ -110,21 +110,31 @@ def test_the_examples_hold() -> None:
 class Loop:
     """A loop of one's own that resumes after `last`, and calls its steps so until it is refused."""
 
-    def __init__(self, last: Position | None, *names: Position, moved: bool = False, went_back: bool = False) -> None:
+    def __init__(
+        self, last: Position | None, *names: Position, moved: bool = False, went_back: bool = False, inexact: str = ""
+    ) -> None:
         self.habits = LoopHabits(lambda: None)
         self.habits.names_go_back = went_back
         recorder: Any = SimpleNamespace(
             named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger(),
-            attributes=SimpleNamespace(put_where_it_is=lambda values: []),
+            attributes=SimpleNamespace(put_where_it_is=lambda values: ([inexact] * bool(inexact), [])),
         )  # fmt: skip
         run = Run(cast(Any, None), recorder, cast(Any, None), cast(Any, None))
-        run.resume_after(Resumed(Path("/c"), "j", 4, 0, 0, LoopFacts(), {}, {}, last_named=last, moved=moved))
+        self.resumed = Resumed(Path("/c"), "j", 4, 0, 0, LoopFacts(), {}, {}, last_named=last, moved=moved)
+        run.resume_after(self.resumed)
+        self.ledger = recorder.ledger
         for name in names:
             run.look_at_name(name)
             recorder.named = name
 
 
 N = Position
+
+
+def test_what_variables_cannot_be_put_back_is_a_reason_of_the_resume() -> None:
+    loop = Loop(None, inexact="main() of __main__.average is another object by now")
+    assert [*map(str, loop.resumed.reasons)] == ["main() of __main__.average is another object by now"]
+    assert (*loop.resumed.reasons,) == loop.ledger.reasons
 
 
 @pytest.mark.parametrize(

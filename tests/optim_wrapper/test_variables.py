@@ -145,13 +145,17 @@ def test_a_tensor_of_another_form_cannot_be_put_into_a_variable() -> None:
     watch = watch_of(nn.Linear(2, 2))
     run(lambda *_: said.extend(watch.restore(state.at_its_place)), watch)
     golden.says(said)
+    assert told(watch) == []
+    run(lambda *_: said.extend(watch.put_where_it_is(state.values)[0]), watch)
+    assert said[0] in said[1:]
 
 
 def test_what_the_loop_alone_makes_is_named_where_resume_cannot_find_it() -> None:
     state, _ = taken()
     watch = watch_of(nn.Linear(2, 2))
     watch.begin()
-    missing = watch.put_where_it_is(state.values)
+    reasons, missing = watch.put_where_it_is(state.values)
+    assert reasons == []
     assert f"Trainer.fit() of {HERE}.pool" in missing
     assert len(missing) == 6
 
