@@ -188,7 +188,7 @@ def _generators(modules: Collection[str]) -> list[str]:
     """Where the user's own among these have a random generator."""
     if "torch" not in sys.modules:
         return []
-    from lastwords.optim_wrapper.state.object_walk import GENERATORS
+    from lastwords.optim_wrapper.state.how_far import GENERATORS
     from lastwords.optim_wrapper.state.running import user_modules
 
     return [

@@ -25,7 +25,7 @@ from lastwords.optim_wrapper.loop.data_position import (
     static_reasons,
 )
 from lastwords.optim_wrapper.state.generators import GeneratorState, of_stream, state_of
-from lastwords.optim_wrapper.state.object_walk import Cell, Walk, own_of
+from lastwords.optim_wrapper.state.object_walk import Beyond, Cell, Walk, own_of
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 
 UNKNOWN_END = (
@@ -42,7 +42,7 @@ _ITERATOR = "_iterator"
 _EPOCH = "epoch"
 """What samplers and data sets call it: the argument of `set_epoch`."""
 
-_GLOBAL = {"python", "numpy", "torch"}
+_LOADERS = "loader."
 
 
 class RunLike(Protocol):
@@ -205,7 +205,7 @@ class Batches:
         """The first epoch of a resumed run, of which nothing is drawn before its first batch is asked for."""
         loop.begin_step()
         at = self._resumed
-        own = _streams_of(self.loader).keys() - _GLOBAL
+        own = [name for name in _streams_of(self.loader) if name.startswith(_LOADERS)]
         if at is not None and at.used == len_of(self.loader) and own and not (at.ended or self.ahead):
             loop.not_exact(UNKNOWN_END.format(", ".join(sorted(own))))
         if at is None or at.ended or at.used in (0, len_of(self.loader)):
@@ -296,10 +296,11 @@ class Batches:
 
 
 def _streams_of(loader: Any) -> dict[str, GeneratorState]:
-    """The process's own on the CPU, which a loader may draw from, and the loader's."""
+    """The process's own on the CPU, which a loader may draw from, the loader's, and those in the user's own code."""
     found = {"python": of_stream(PythonStream()), "numpy": of_stream(NumpyStream()),
              "torch": of_stream(TorchStream("torch", torch.default_generator))}  # fmt: skip
-    own = Walk({"loader": loader}, {}).generators
+    walk = Walk({"loader": loader}, {})
+    own = {**walk.generators, **Beyond(walk, {}).generators}
     return found | {name: state for name, one in own.items() if (state := state_of(one)) is not None}
 
 

@@ -760,6 +760,8 @@ class _Putting:
             found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
             if found is not None and place.kind == ID:
                 return id(found)
+            if type(found) is Shadow and found.of == id(live):
+                return live
             if found is not None and place.kind in (
                 f"{type(found).__module__}.{type(found).__qualname__}",
                 type(found).__name__,

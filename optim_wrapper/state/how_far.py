@@ -12,6 +12,7 @@ import gc
 import itertools
 import operator
 import queue
+import random
 import types
 import weakref
 from collections import deque
@@ -24,7 +25,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from lastwords.optim_wrapper.state.running import is_users
+from lastwords.optim_wrapper.state.running import is_of_the_user, is_users
 from lastwords.optim_wrapper.tensors.tensor_tree import DICTS
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -32,6 +33,11 @@ SEQUENCES = frozenset({list, tuple, deque})
 
 WHICH = " #"
 """In the kind of what cannot be stored, before what tells it from others of its kind in this process."""
+
+GENERATORS = (
+    torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
+    np.random.SeedSequence,
+)  # fmt: skip
 
 _CONTAINERS_DEEP, _ITERATORS_DEEP, _ITEMS, _INNER_ITEMS, _ELEMENTS = 2, 8, 1000, 32, 4096
 
@@ -125,17 +131,33 @@ def which(value: Any) -> str:
     return "" if held is None else f"{WHICH}{digest(held, 0)}"
 
 
-def behind(value: Any) -> str:
-    """What differs once an object of the user's has changed to which this leads; "" if there is none.
+def leads_to(value: Any) -> dict[str, Any]:
+    """What a method, a `partial` or an object of a library's has from which one comes to an object or a function of the
+    user's, or to a random generator, by name. Runs nobody's code.
 
-    Not in what trains (an object that has the model, the optimizer or a loader): it changes with each step anyway.
+    Not to what trains (an object that has the model, the optimizer or a loader): it changes with each step anyway.
     """
-    parts: list[str] = []
+    kind = type(value)
+    if kind is types.MethodType:
+        held = {"self": value.__self__}
+    elif kind is functools.partial:
+        held = {"func": value.func, "args": value.args, "keywords": value.keywords}
+    elif issubclass(kind, _NOTHING_BEHIND):
+        return {}
+    else:
+        held = _own(value)
+    return {name: one for name, one in held.items() if type(name) is str and _is_anyones([one])}
+
+
+def _is_anyones(todo: list[Any]) -> bool:
+    """Whether one comes from these to what is the user's, or to a random generator."""
     seen: set[int] = set()
-    todo = deque([value])
-    while todo and len(seen) < _BEHIND:
-        one = todo.popleft()
+    for one in todo:  # it grows
         kind = type(one)
+        if len(seen) > _BEHIND:
+            return False
+        if issubclass(kind, GENERATORS) or (kind is types.FunctionType and is_of_the_user(one.__globals__)):
+            return True
         if id(one) in seen or kind in ATOMS or issubclass(kind, _NOTHING_BEHIND):
             continue
         seen.add(id(one))
@@ -144,14 +166,13 @@ def behind(value: Any) -> str:
         elif kind is types.MethodType:
             todo.append(one.__self__)
         elif kind is functools.partial:
-            todo.extend([one.func, *one.args, *one.keywords.values()])
+            todo.extend([one.func, one.args, one.keywords])
         elif own := _own(one):
-            held = [*own.values()]
-            users = is_users(kind)
-            if not users or not any(issubclass(type(item), _TRAINS) for item in held):
-                todo.extend(held)
-                parts += [digest(held, 0)] if users else []
-    return xxhash.xxh3_64_hexdigest(" ".join(parts).encode()) if parts else ""
+            if not is_users(kind):
+                todo.extend(own.values())
+            elif not any(issubclass(type(item), _TRAINS) for item in own.values()):
+                return True
+    return False
 
 
 def _held_in(one: Any) -> Iterable[Any] | None:

@@ -33,13 +33,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lastwords.checkpoint.storable import Place, is_factory, is_storable
 from lastwords.optim_wrapper.state.how_far import (
     ATOMS,
+    GENERATORS,
     SEQUENCES,
     WHICH,
-    behind,
     digest,
     has,
     how_far,
     is_the_loops,
+    leads_to,
     of_array,
     which,
 )
@@ -77,10 +78,6 @@ _DEPTH_MAX = 24
 
 _CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict, set)
 _SINGLE: tuple[Any, ...] = (int, float, str, bytes, tuple)
-GENERATORS = (
-    torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
-    np.random.SeedSequence,
-)  # fmt: skip
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _NO_DATA = (
     *_BOUND, types.FunctionType, types.ModuleType, types.CodeType, type, staticmethod, classmethod, property,
@@ -396,9 +393,11 @@ class Walk:
         return self._opaque(Place("", f"{_kind(value)}{which(value)}"), value, path)
 
     def _opaque(self, told: Place, value: Any, path: str) -> Place:
-        """What a loader calls (a library's object, a method, a `partial`) is another one once what it uses is."""
-        held = behind(value) if self._values and path.startswith(_LOADERS) else ""
-        return Place("", f"{_kind(value)}{WHICH}{held}") if held else told
+        """What a loader calls (a library's object, a method, a `partial`) leads to what it uses."""
+        if not (self._values and path.startswith(_LOADERS) and (held := leads_to(value))):
+            return told
+        through = types.SimpleNamespace(**held) if type(value) in _NO_DATA else Shadow(value, vars(value).keys() - held)
+        return Place(self._paths.get(id(value)) or self._meet(path, through), _kind(value))
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         self.code.append((path, value))

@@ -179,6 +179,18 @@ class Collator:
         return {name: (torch.stack([row[name] for row in rows]) + self.made) % WORDS for name in rows[0]}
 
 
+class DrawingCollator:
+    """Changes some words, by generators that it has."""
+
+    def __init__(self) -> None:
+        self.own, self.numpys = torch.Generator().manual_seed(5), np.random.RandomState(3)
+
+    def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        made = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        noise = torch.rand(made["input_ids"].shape, generator=self.own) < 0.2
+        return {**made, "input_ids": torch.where(noise, int(self.numpys.randint(WORDS)), made["input_ids"])}
+
+
 def main() -> None:
     transformers.set_seed(7)
     config = transformers.GPT2Config(vocab_size=32, n_positions=WORDS, n_embd=16, n_layer=1, n_head=2)
@@ -225,7 +237,13 @@ def main() -> None:
         arguments,
         train_dataset=data,
         eval_dataset=Texts(16),
-        data_collator=Collator() if "own collator" in CASE else masked if "draws" in CASE else None,
+        data_collator=Collator()
+        if "own collator" in CASE
+        else DrawingCollator()
+        if "collator has generators" in CASE
+        else masked
+        if "draws" in CASE
+        else None,
         callbacks=[
             transformers.EarlyStoppingCallback(early_stopping_patience=3),
             *([Counts()] if "counts" in CASE else []),

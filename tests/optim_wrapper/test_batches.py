@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ class Loop:
         self.resumed, self.loader = resumed, loader
         self.reasons: list[str] = []
         self.known: list[object] = []
+
+    def myself(self) -> Loop:
+        return self
 
     def begin_step(self) -> None:
         if self.resumed is not None:
@@ -338,3 +342,66 @@ def test_a_data_set_may_draw_from_a_generator_of_its_own_and_is_named_if_it_coun
     assert other.reasons == ([COUNTS.format("loader.dataset.rows.asked")] if counts else [])
     assert len(first) == 2
     assert again.at_end
+
+
+class Draws:
+    """A collator with generators of its own."""
+
+    def __init__(self) -> None:
+        self.own, self.numpys = torch.Generator().manual_seed(5), np.random.RandomState(3)
+
+    def __call__(self, rows: list[int]) -> list[float]:
+        return [row + float(torch.rand(1, generator=self.own)) + self.numpys.rand() for row in rows]
+
+    collate = __call__
+
+
+class Calls:
+    """Of an installed package: it calls what it holds."""
+
+    __module__ = pytest.__name__
+
+    def __init__(self, *of: Any) -> None:
+        self.of = of
+
+    def __call__(self, rows: Any) -> Any:
+        return self.of[0](rows)
+
+
+def closed_over(collator: Draws) -> Any:
+    return lambda rows: collator(rows)
+
+
+WAYS: dict[str, Callable[[Draws], Any]] = {
+    "itself": lambda collator: collator,
+    "library": Calls,
+    "partial": functools.partial,
+    "method": lambda collator: collator.collate,
+    "method in a library": lambda collator: Calls(collator.collate),
+    "function": closed_over,
+    "function in a library": lambda collator: Calls(closed_over(collator)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_collator_may_draw_from_generators_of_its_own_whatever_wraps_it(way: str) -> None:
+    collators: list[Draws] = []
+
+    def make() -> Batches:
+        collators.append(Draws())
+        batches = Batches(DataLoader(range(LENGTH), SIZE, collate_fn=WAYS[way](collators[-1])), ahead=True)  # type: ignore[arg-type]
+        batches.join(loops[len(collators) - 1].myself)
+        return batches
+
+    loops = [Loop(), Loop()]
+    given = ahead(batches := make())
+    first = [next(given) for _ in range(2)]
+    state, streams_then = batches.state_dict(), (collators[0].own.get_state(), collators[0].numpys.get_state())
+    rest = [*given]
+    again = make()
+    again.load_state_dict(state)
+    collators[1].own.set_state(streams_then[0])
+    collators[1].numpys.set_state(streams_then[1])
+    assert [*ahead(again)] == rest
+    assert loops[1].reasons == []
+    assert len(first) == 2
