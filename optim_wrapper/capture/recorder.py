@@ -561,7 +561,7 @@ class StepRecorder:
             if self.source is not None:
                 self.source.follow_files()
         self.attributes.end_step()
-        if look or ends_epoch or self._looks_first:
+        if look or ends_epoch or self.looks_first:
             self.attributes.look(beyond=look)
             states = {"extras": self._extras_now.states, "local_extras": self._local_now.states}
             said = {f"{of}[{name!r}]": one for of, every in states.items() for name, one in every.items()}
@@ -580,7 +580,7 @@ class StepRecorder:
                 self._units.check()
 
     @property
-    def _looks_first(self) -> bool:
+    def looks_first(self) -> bool:
         """Whether the step that ended last is one of the first ones, at whose ends all attributes are looked at."""
         return self._ended_here <= attributes.LOOKS and not self.attributes.is_slow
 
@@ -597,7 +597,7 @@ class StepRecorder:
         if self.source is not None:
             moved += self.source.look_again(self.watch.values.groups(), self._extras_now)
         self.attributes.follow()
-        if of_rank or self._looks_first:  # an evaluation, say, which has moved more than that
+        if of_rank or self.looks_first:  # an evaluation, say, which has moved more than that
             self.attributes.look()
         moved += self.gradients.again()
         self._make_room()

@@ -3,7 +3,7 @@
 A framework's loop iterates over its loader once an epoch, and may have fetched a batch more than it has trained on. So
 what is kept of an epoch is how many batches were used, the random streams of its begin, from which its order was drawn,
 and those right before the batch was fetched that is next: in a resumed run that batch is fetched again with them, and
-then the streams are put where they were when the step ended.
+then the streams are put where they were when the step ended. Likewise with what moves of the loader's attributes.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ class RunLike(Protocol):
     def know_data(self, loader: object) -> None:
         """The loop iterates over this."""
 
+    def loader_values(self, *, look: bool = False) -> str:
+        """What moves of the loader, as of now. look: also what has moved since the last look."""
+
+    def loader_as_of(self, values: str) -> Callable[[], None]:
+        """Make the loader what it was then; what makes it what it is now."""
+
     def not_exact(self, *reasons: str) -> None:
         """Why a resume is not."""
 
@@ -67,6 +73,7 @@ class _At(NamedTuple):
     first: those of the first fetch, if anything was drawn between it and the begin.
     told: what samplers took for their epoch at its begin, by name. Some count on as soon as the last index is asked
     for, and workers ask for it long before the epoch ends.
+    values: what had moved of the loader, as of the epoch's begin and as of the next fetch.
     """
 
     epoch: int = 0
@@ -76,6 +83,7 @@ class _At(NamedTuple):
     ended: bool = False
     told: Mapping[str, int] = {}
     first: Mapping[str, bytes] = {}
+    values: tuple[str, str] = ("", "")
 
 
 class Batches:
@@ -172,6 +180,7 @@ class Batches:
             "used": at.used,
             "ended": at.ended,
             "told": dict(at.told),
+            "values": [*at.values],
             **{name: {key: torch.frombuffer(bytearray(state), dtype=torch.uint8) for key, state in states.items()}
                for name, states in streams.items()},
         }  # fmt: skip
@@ -183,11 +192,14 @@ class Batches:
             for name in ("start", "fetch", "first")
         )
         told = {str(name): int(epoch) for name, epoch in state["told"].items()}
-        self._resumed = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told, first)
+        of_begin, of_fetch = (str(one) for one in state.get("values", ("", "")))  # older ones have none
+        at = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told, first)
+        self._resumed = at._replace(values=(of_begin, of_fetch))
 
     def _now(self) -> _At:
         in_hand = self.ahead and not self._at.ended and self._given > 0
-        return self._at._replace(used=self._given - in_hand, fetch=self._at.fetch if in_hand else {})
+        at = self._at if in_hand else self._at._replace(fetch={}, values=(self._at.values[0], ""))
+        return at._replace(used=self._given - in_hand)
 
     # ------------------------------------------------------------------ an epoch
 
@@ -196,7 +208,9 @@ class Batches:
         self._look(loop)
         at = self._resumed or self._at
         told = {name: one.told for name, one in _epochs_of(self.loader).items()}
-        self._resumed, self._given, self._at = None, 0, _At(at.epoch + 1, start=self._taken(), told=told)
+        values = "" if loop is None else loop.loader_values(look=True), ""
+        self._resumed, self._given = None, 0
+        self._at = _At(at.epoch + 1, start=self._taken(), told=told, values=values)
         if loop is not None and self._facts.persistent_workers and self._at.epoch > 1:
             loop.not_exact(PERSISTENT)
         return self._open()
@@ -223,7 +237,8 @@ class Batches:
                 loop.begin_step()
             now = self._taken()
             first = now if self._given == 0 and now != self._begun else self._at.first
-            self._at = self._at._replace(fetch=now, first=first)
+            values = self._at.values[0], loop.loader_values() if self.ahead else ""
+            self._at = self._at._replace(fetch=now, first=first, values=values)
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -233,13 +248,16 @@ class Batches:
             yield batch
 
     def _go_on(self, at: _At, loop: RunLike) -> tuple[Iterator[Any], list[Any]]:
-        """An iterator over the rest of the epoch, and what had been fetched in advance. The streams stay as they are.
+        """An iterator over the rest of the epoch, and what had been fetched in advance. Streams and attributes stay.
 
-        An epoch's order depends on the streams at its begin, the batch in hand on those right before it was fetched.
+        An epoch's order depends on what they were at its begin, the batch in hand on what they were right before it was
+        fetched.
         """
-        here = self._taken()
+        here, in_hand = self._taken(), list[Any]()
+        self._at, self._given = at, at.used
+        was = _counted(self.loader)
+        as_here = loop.loader_as_of(at.values[0])
         self._put(at.start)
-        self._at, self._given, in_hand = at, at.used, []
         before = _counted(self.loader)
         for name, one in _epochs_of(self.loader).items():
             own_of(one.holder)[one.key] = at.told.get(name, one.told)
@@ -247,14 +265,30 @@ class Batches:
         self._put(at.first)
         put_back = partial(self._put, at.fetch or here)
         loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
+        passed = _counted(self.loader)
+        epochs = _epochs_of(self.loader)
         if at.fetch:
+            loop.loader_as_of(at.values[1])
+            self._set_epochs(epochs)
+            then = _counted(self.loader)
             in_hand = [next(iterator)]
             self._given += 1
+            epochs = _epochs_of(self.loader)
+        as_here()
+        self._set_epochs(epochs)
         now = _counted(self.loader)
-        if counts := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-            loop.not_exact(COUNTS.format(some(counts)))
+        counts = _differing(was, now)
+        counts |= _differing(before, passed) & _differing(passed, then if at.fetch else now)
+        if counts:
+            loop.not_exact(COUNTS.format(some(sorted(counts))))
         self._put(here)
         return iterator, in_hand
+
+    def _set_epochs(self, epochs: Mapping[str, Cell]) -> None:
+        """Iterating over it has set them, or the saved run's next epoch begins with them."""
+        for name, one in _epochs_of(self.loader).items():
+            if name in epochs:
+                own_of(one.holder)[one.key] = epochs[name].told
 
     def _open(self) -> Iterator[Any]:
         late, self._opened = not self._opened and self._at.epoch > 1, True
@@ -308,6 +342,10 @@ def _counted(loader: Any) -> dict[str, str]:
     """What the attributes of a loader and its data set hold, shortened; without `_epochs_of` it."""
     cells = Walk({"loader": loader}, {}).cells.items()
     return {".".join(name): repr(cell.told) for name, cell in cells if name[1] != _EPOCH}
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 def _epochs_of(loader: Any) -> dict[str, Cell]:

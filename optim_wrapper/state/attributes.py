@@ -8,13 +8,10 @@ generators that are found on the way are in the same documents: see `Generators`
 
 from __future__ import annotations
 
-import enum
 import json
 import logging
-import sys
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -35,34 +32,21 @@ from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
 from lastwords.optim_wrapper.state.how_far import WHICH
 from lastwords.optim_wrapper.state.object_walk import (
     CODE,
-    CONTENT,
-    DATA_PTR,
     GONE,
-    ID,
     LARGE_ARRAY,
-    MEMBER,
-    MEMORY,
-    NAMED_TUPLE,
-    SAME,
     VALUE_BYTES_MAX,
-    VARIABLES,
     Shadow,
     Walk,
-    content_of,
-    fill,
-    form_of,
-    is_attribute,
     own_of,
     variables,
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
+from lastwords.optim_wrapper.state.putting import Putting, is_of_variables
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.overwriting import Overwriting
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
 from lastwords.optim_wrapper.tensors.tensor_tree import is_composite, leaves_of, out_of, put_together, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
-from lastwords.sharding.dtensor import local_of
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +153,12 @@ class Attributes:
         self._looked = [False, False]
         """Since the last step's end began, and at the one before."""
         self._left_out: set[str] = set()
+        self._loaders: set[_Name] = set()
+        """What of it the loader leads to."""
+        self._captures = True
+        self._brought: set[_Name] = set()
+        self._as_made: list[Callable[[Container[_Name]], None]] = []
+        """Put back what there was before a checkpoint brought these."""
 
     def know(self, loader: Any) -> None:
         """The loop draws its batches from this one."""
@@ -213,7 +203,7 @@ class Attributes:
     def let_go(self) -> None:
         """The run is over: keep nothing of the user's alive."""
         self._roots, self._walk, self._first, self._moved, self._variables = {}, Walk({}, {}), {}, {}, {}
-        self._extras = {}
+        self._extras, self._as_made, self._loaders = {}, [], set()
         self._beside.let_go()
         self.generators.let_go()
 
@@ -269,6 +259,7 @@ class Attributes:
     def _plan(self) -> None:
         """How to come to what is in each document."""
         self._way = self._walk.way_to([*self._moved, *self.generators.cells()])
+        self._loaders = self._find_loaders()
         for path in self._walk.odd.keys() - self._odd:
             self._odd.add(path)
             why = f"the attributes of {path} cannot be looked at: {self._walk.odd[path]}"
@@ -340,14 +331,60 @@ class Attributes:
             self.look()
         return (self._values() if self._moved else b"") + self.generators.document()
 
+    def of_loader(self, *, look: bool) -> str:
+        """What moves of the loader, for `loader_as_of`; empty if nothing does. look: at whatever has moved by now."""
+        if look:
+            self.look()
+        return json.dumps(self._said(self._loaders)) if self._loaders else ""
+
+    def loader_as_of(self, values: str) -> Callable[[], None]:
+        """Put this back, and what had not moved then as it was made; what puts back what there is now. FormatError."""
+        saved = StepDocument(attributes=json.loads(values)).attributes_inline(LOADER) if values else {}
+        self._plan()
+        names = self._loaders | {(path, key) for path, keys in saved.items() for key in keys}
+        back = self.now(_by_path(names))
+        captures, self._captures = self._captures, False
+        for as_made in self._as_made:
+            as_made(self._loaders)
+        if saved:
+            self.ledger.tell(*self.put(saved))
+        self._captures = captures
+
+        def put_back() -> None:
+            self._captures = False
+            back()
+
+        return put_back
+
+    def _find_loaders(self) -> set[_Name]:
+        """Names of what moves of whatever the loader leads to, wherever that was met first."""
+        loader = self._roots.get(LOADER)
+        if loader is None or not self._moved:
+            return set()
+        walk, here = Walk({LOADER: loader}, {}, self.ledger.forgets), self._walk
+        ids = {one.of if type(one) is Shadow else id(one) for one in walk.objects.values()}
+        held = {*map(id, walk.containers.values()), *map(id, walk.tensors.values())}
+        shared = {
+            here.origin(path) for path, one in (*here.containers.items(), *here.tensors.items()) if id(one) in held
+        }
+        found = {path for path, one in here.objects.items() if (one.of if type(one) is Shadow else id(one)) in ids}
+        return {name for name in self._moved if name[0] in found or name in shared}
+
     def _values(self) -> bytes:
+        said = self._said()
+        return b',"attributes":%s' % json.dumps(said).encode() if said else b""
+
+    def _said(self, only: Container[_Name] | None = None) -> dict[str, dict[str, Any]]:
+        """What moves and can be stored. only: of these."""
         said: dict[str, dict[str, Any]] = {}
         with self._guarded():
             cells = self._walk.part(self._way).cells
             told = {
                 name: cell.told
                 for name, cell in cells.items()
-                if cell.told is not CODE and (name in self._moved or name[0] not in self._walk.objects)
+                if cell.told is not CODE
+                and (name in self._moved or name[0] not in self._walk.objects)
+                and (only is None or name in only)
             }
             self._moved |= dict.fromkeys(told)
             room = BYTES_MAX
@@ -356,7 +393,7 @@ class Attributes:
                 if packed is not None:
                     room -= nbytes
                     said.setdefault(path, {})[key] = packed
-        return b',"attributes":%s' % json.dumps(said).encode() if said else b""
+        return said
 
     def _storable(self, value: Any, name: str, room: int) -> tuple[Any, int]:
         """What `_packed` gives; None, with a word about each once, for what cannot be stored or is too large."""
@@ -376,13 +413,13 @@ class Attributes:
             self.ledger.tell(f"the attribute {name} changes, and is not saved: {why}", leaf=name)
         return None, 0
 
-    def now(self, names: SavedAttributes) -> Callable[[], None]:
-        """What puts back what is in these attributes now, as far as there are such objects."""
+    def now(self, names: SavedAttributes) -> Callable[..., None]:
+        """What puts back what is in these attributes now, as far as there are such objects, or some of them."""
         if not names:
-            return lambda: None
+            return lambda only=None: None
         walk = self._new_walk()
         found: dict[str, dict[str, StoredValue]] = {}
-        others: list[tuple[Any, str, Any]] = []
+        others: list[tuple[_Name, Any, Any]] = []
         for path, key in ((path, key) for path, keys in names.items() for key in keys if path in walk.objects):
             cell = walk.cells.get((path, key))
             try:
@@ -390,12 +427,17 @@ class Attributes:
                 found.setdefault(path, {})[key] = typed({key: unpack(packed)}, dict[str, StoredValue], path)[key]
             except (UnstorableError, FormatError):  # too large, say: the object itself, which nothing is written into
                 own = own_of(walk.objects[path])
-                others.append((own, key, own.get(key)))
+                others.append(((path, key), own, own.get(key)))
 
-        def put_back() -> None:
-            self.put(found)
-            for own, key, value in others:
-                own[key] = value
+        def put_back(only: Container[_Name] | None = None) -> None:
+            chosen = {
+                path: {key: value for key, value in keys.items() if only is None or (path, key) in only}
+                for path, keys in found.items()
+            }
+            self.put(chosen)
+            for name, own, value in others:
+                if only is None or name in only:
+                    own[name[1]] = value
 
         return put_back
 
@@ -426,7 +468,7 @@ class Attributes:
 
     def put_where_it_is(self, saved: SavedAttributes) -> tuple[list[str], list[str]]:
         """Put back what functions' variables lead to: why that is not exact, and what they do not lead to by now."""
-        variables = {path: keys for path, keys in saved.items() if _is_variables(path)}
+        variables = {path: keys for path, keys in saved.items() if is_of_variables(path)}
         if not variables:
             return [], []
         there = self._new_walk().objects
@@ -445,6 +487,10 @@ class Attributes:
 
     def put(self, saved: SavedAttributes) -> list[str]:
         """Put these values back; likewise."""
+        new = {(path, key) for path, keys in saved.items() for key in keys} - self._brought
+        if self._captures and new:
+            self._brought |= new
+            self._as_made.append(self.now(_by_path(new)))
         walk = self._walk = self._new_walk()
         values = {
             (path, key): _value(stored, f"{path}.{key}")
@@ -452,7 +498,7 @@ class Attributes:
             for key, stored in keys.items()
             if not self.ledger.forgets(f"{path}.{key}")
         }
-        putting = _Putting(walk, self._saved())
+        putting = Putting(walk, self._saved())
         for (path, key), value in values.items():
             putting.put(path, key, value)
         self._moved |= dict.fromkeys(values)
@@ -532,19 +578,15 @@ def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:
 
 def _is_of_the_loop(path: str) -> bool:
     """Whether it is known where the loop begins, and no earlier: what the loader has, and what variables hold."""
-    return path.partition(".")[0] == LOADER or _is_variables(path)
+    return path.partition(".")[0] == LOADER or is_of_variables(path)
 
 
-def _is_variables(path: str) -> bool:
-    return VARIABLES in path
-
-
-def _is_inside(path: str, cell: str) -> bool:
-    """
-    >>> _is_inside("model.a[0]", "model.a"), _is_inside("model.ab", "model.a"), _is_inside("saved", "model.a")
-    (True, False, False)
-    """
-    return path.startswith(cell) and path[len(cell) : len(cell) + 1] in ("", "[", ".")
+def _by_path(names: Iterable[_Name]) -> dict[str, dict[str, StoredValue]]:
+    """For `now`, which asks for no values."""
+    found: dict[str, dict[str, StoredValue]] = {}
+    for path, key in sorted(names):
+        found.setdefault(path, {})[key] = ({}, {})
+    return found
 
 
 def differing(one: bytes, other: bytes) -> str:
@@ -646,148 +688,3 @@ def _value(stored: StoredValue, where: str) -> Any:
     """What was told. FormatError for what `_packed` has not made."""
     tree, tensors = stored
     return put_together(tree, out_of(tensors, where), where)
-
-
-class _Putting:
-    """Puts values into the attributes that `walk` has found."""
-
-    def __init__(self, walk: Walk, saved: Mapping[str, torch.Tensor]) -> None:
-        self._walk = walk
-        self._saved = saved
-        self.reasons: list[str] = []
-        self._missing = ""
-        self._lost: list[str] = []
-        """What was not made, so that what lies in it has no place: told once, where it began."""
-        self._overwriting = Overwriting()
-        self._inside: dict[str, Any] = {}
-        """What is in the attribute that is being put, by its path there: it may be in it once more."""
-
-    def put(self, path: str, key: str, value: Any) -> None:
-        """Make this attribute what it was."""
-        holder = self._walk.objects.get(path)
-        if holder is None:
-            if not any(_is_inside(path, lost) for lost in self._lost):
-                self.reasons.append(f"the checkpoint has {path}.{key}, and there is no such object here")
-            return
-        own = own_of(holder)
-        if key != CONTENT and not is_attribute(holder, key):
-            raise FormatError(f"{path} has no attribute {key!r} that is saved: damaged or forged")
-        if type(value) is Place and value == GONE:
-            own.pop(key, None)
-            return
-        self._missing, self._inside = "", {}
-        live = content_of(holder) if key == CONTENT else own.get(key)
-        whole = self._filled(live, value, f"{path}.{key}")
-        if self._missing:
-            self._lost.append(f"{path}.{key}")
-            self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
-        elif key == CONTENT:
-            fill(holder, whole)
-        else:
-            here = f"{path}.{key}"
-
-            def is_foreign(one: Any) -> bool:
-                home = self._walk.home(one)
-                return home != "" and not _is_inside(home, here)
-
-            own[key] = self._overwriting.into(live, whole, is_foreign)
-            if own[key] is not live and _is_variables(path) and self._walk.is_root(path):
-                self.reasons.append(f"{here} is another object by now: a variable cannot be set from outside")
-            self._walk.see(path, key)
-
-    def _filled(self, live: Any, value: Any, path: str) -> Any:
-        """`value` with what stands here for each `Place` in it; live: what lies here at the same place."""
-        if type(value) is Place:
-            return self._there(live, value)
-        made = self._filled_inside(live, value, path)
-        if path:
-            self._inside[path] = made
-        return made
-
-    def _filled_inside(self, live: Any, value: Any, path: str) -> Any:
-        kind = type(value)
-        if kind is tuple and value and type(value[0]) is Place and value[0].kind == NAMED_TUPLE:
-            return self._named_tuple(live, value, path)
-        if kind in (list, tuple, deque):
-            old = [*live] if type(live) is kind and len(live) == len(value) else [None] * len(value)
-            items = [
-                self._filled(one, item, f"{path}[{at}]") for at, (one, item) in enumerate(zip(old, value, strict=True))
-            ]
-            return deque(items, value.maxlen) if kind is deque else kind(items)
-        if isinstance(value, dict):
-            known = live if type(live) is kind else {}
-            keys = [(self._filled(None, at, ""), item) for at, item in value.items()]
-            pairs = {key: self._filled(known.get(key), item, self._walk.item_path(path, key)) for key, item in keys}
-            value.clear()
-            value.update(pairs)
-            if kind is dict and type(live) is defaultdict:
-                return defaultdict(live.default_factory, value)
-        return value
-
-    def _named_tuple(self, live: Any, value: Any, path: str) -> Any:
-        """Of the class that what lies here has, or that a module has under this name."""
-        name = value[0].path
-        kind = _class_of(live, name)
-        if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_make")):
-            self._missing = f"a {name}"
-            return None
-        olds = live if type(live) is kind else [None] * len(value)
-        fields = [*getattr(kind, "_fields", ()), *map(str, range(len(value)))]
-        items = [
-            self._filled(old, item, f"{path}.{name}") for old, item, name in zip(olds, value[1:], fields, strict=False)
-        ]
-        return tuple.__new__(kind, items)
-
-    def _there(self, live: Any, place: Place) -> Any:
-        """What stands for this in this process."""
-        if place.kind.startswith(MEMBER):
-            kind = _class_of(live, place.path)
-            members: Any = kind.__members__ if isinstance(kind, enum.EnumMeta) else {}
-            if (member := members.get(place.kind.removeprefix(MEMBER))) is not None:
-                return member
-        if place.path in self._saved and place.kind in ("", ID, DATA_PTR):
-            tensor = self._saved[place.path]
-            return tensor if not place.kind else id(tensor) if place.kind == ID else local_of(tensor).data_ptr()
-        inside = self._inside.get(place.path)
-        if inside is not None and place.kind in (SAME, type(inside).__name__):
-            self._overwriting.whole.add(id(inside))  # what is one thing here is written nowhere, or it would be two
-            return inside
-        if place.path:
-            base = self._walk.tensors.get(place.path)
-            if base is not None and place.kind in (SAME, form_of(base)):
-                self._overwriting.whole.add(id(base))
-                return base
-            found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
-            if found is not None and place.kind == ID:
-                return id(found)
-            if type(found) is Shadow and found.of == id(live):
-                return live
-            if found is not None and place.kind in (
-                f"{type(found).__module__}.{type(found).__qualname__}",
-                type(found).__name__,
-            ):
-                self._overwriting.whole.add(id(found))
-                return found
-        if place == self._walk.told(live, "", 0):
-            return live
-        shares = place.path and (place.kind == SAME or place.kind.startswith(MEMORY))
-        self._missing = (
-            f"a tensor or array that shares memory with {place.path}"
-            if shares
-            else f"a {place.kind.partition(WHICH)[0]}"
-        )
-        return None
-
-
-def _class_of(live: Any, name: str) -> Any:
-    """The class of `live` if it is called so, with its module; or what is, in this process; None if nothing is."""
-    if name == f"{type(live).__module__}.{type(live).__qualname__}":
-        return type(live)
-    module, _, called = name.rpartition(".")
-    while module and module not in sys.modules:
-        module, _, outer = module.rpartition(".")
-        called = f"{outer}.{called}"
-    found: Any = sys.modules.get(module)
-    for part in called.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found

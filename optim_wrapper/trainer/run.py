@@ -167,6 +167,14 @@ class Run:
         if resumed is not None and resumed.regions:
             self.not_exact(*attributes.put(resumed.at_step.of_the_loader.values))
 
+    def loader_values(self, *, look: bool = False) -> str:
+        """What moves of the loader, as of now. look: also what has moved since the last look."""
+        return self.recorder.attributes.of_loader(look=look or self.recorder.looks_first)
+
+    def loader_as_of(self, values: str) -> Callable[[], None]:
+        """Make the loader what it was then; what makes it what it is now."""
+        return self.recorder.attributes.loader_as_of(values)
+
     def know_data(self, loader: object) -> None:
         """The loop iterates over this; told where it is not what the saved run's did."""
         same = self.recorder.loop.iterates_over(data_digest(loader))

@@ -100,6 +100,16 @@ class Average(transformers.TrainerCallback):  # type: ignore[misc]
             mean.lerp_(one.detach(), 0.1)
 
 
+class Curriculum(transformers.TrainerCallback):  # type: ignore[misc]
+    """Makes what comes of the data set harder with each step."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        self.data.seen += state.global_step
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Texts without a length, shuffled within a buffer by a generator of its own."""
 
@@ -247,6 +257,7 @@ def main() -> None:
         callbacks=[
             transformers.EarlyStoppingCallback(early_stopping_patience=3),
             *([Counts()] if "counts" in CASE else []),
+            *([Curriculum(data)] if "curriculum" in CASE else []),
             *([AVERAGE] if "average" in CASE else []),
             *([LeavesEpochs()] if "leaves epochs" in CASE else []),
             Probe(),

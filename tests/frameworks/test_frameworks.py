@@ -45,6 +45,8 @@ CASES = {
         "average own step": ("1:4:fwd", "0:6:evaluating", "1:10:fwd"),
         "nan": ("1:4:fwd", "0:8:fwd"),
         "collator has generators": ("1:4:fwd", "0:11:win"),
+        "augmented curriculum": ("1:4:fwd", "0:9:fwd"),
+        "own collator": ("1:4:fwd", "0:9:fwd"),
         "stream shards": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "stream shards workers": ("1:4:fwd", "0:11:win"),
         "compiled": ("1:4:fwd", "0:11:win"),
@@ -220,8 +222,6 @@ def test_what_is_not_known_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("library", "case", "name"),
     [
-        ("transformers", "augmented", "loader.dataset.seen"),
-        ("transformers", "own collator", "loader.collate_fn"),
         ("lightning", "own sampler", "loader.sampler.asked"),
     ],
 )

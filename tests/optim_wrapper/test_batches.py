@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lastwords.checkpoint.meta import StepDocument
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.batches import COUNTS, UNKNOWN_END, Batches
+from lastwords.optim_wrapper.state.attributes import Attributes
 
 LENGTH, SIZE = 12, 2
 
@@ -39,6 +42,12 @@ class Loop:
 
     def know_data(self, loader: object) -> None:
         self.known.append(loader)
+
+    def loader_values(self, *, look: bool = False) -> str:
+        return ""
+
+    def loader_as_of(self, values: str) -> Callable[[], None]:
+        return lambda: None
 
     def not_exact(self, *reasons: str) -> None:
         self.reasons += reasons
@@ -405,3 +414,86 @@ def test_a_collator_may_draw_from_generators_of_its_own_whatever_wraps_it(way: s
     assert [*ahead(again)] == rest
     assert loops[1].reasons == []
     assert len(first) == 2
+
+
+class Weighted(Sampler[int]):
+    """Its order comes of weights that the loop changes."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(LENGTH)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, LENGTH, replacement=True).tolist())
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Curriculum(Dataset[int]):
+    """Rows that depend on what the loop sets, and on how many were asked for."""
+
+    def __init__(self) -> None:
+        self.hard, self.asked = 0, 0
+
+    def __getitem__(self, index: int) -> int:
+        self.asked += 1
+        return index + 100 * self.hard + 10_000 * self.asked
+
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Watching(Loop):
+    """Attributes that move are in the document of a step; those of the loader are found beside a callback's."""
+
+    def __init__(self, loader: DataLoader[Any], resumed: Any = None) -> None:
+        super().__init__(None, loader)
+        self.watch = Attributes({"callback": Holds(loader.dataset)}, dict)
+        self.watch.know(loader)
+        self.watch.begin()
+        if resumed is not None:
+            self.watch.put(resumed)
+
+    def loader_values(self, *, look: bool = False) -> str:
+        return self.watch.of_loader(look=True)  # as of a run's first steps
+
+    def loader_as_of(self, values: str) -> Callable[[], None]:
+        return self.watch.loader_as_of(values)
+
+
+class Holds:
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 7, 10, 12, 14])
+def test_the_order_and_the_batch_in_hand_come_of_what_the_loader_was_like_then(at: int, looks_ahead: bool) -> None:
+    def run(step: int, saved: Any = None) -> tuple[list[Any], Any, Watching]:
+        torch.manual_seed(1)
+        data, sampler = Curriculum(), Weighted()
+        loader = DataLoader(data, SIZE, sampler=sampler, collate_fn=list)
+        batches, loop, found, kept = Batches(loader, ahead=looks_ahead), Watching(loader, saved and saved[1]), [], None
+        batches.join(lambda: loop)
+        if saved is not None:
+            batches.load_state_dict(saved[0])
+            torch.set_rng_state(saved[2])
+        for _ in range(step // 6, 3):
+            for batch in ahead(batches) if looks_ahead else batches:
+                step += 1
+                found.append(batch)
+                sampler.weights[step % LENGTH] += step
+                data.hard += step > 1
+                loop.watch.look()
+                if saved is None and step == at:
+                    loop.watch.end_step()
+                    document = json.loads(b"{%s}" % loop.watch.document()[1:])
+                    values = StepDocument(attributes=document["attributes"]).attributes_inline("x")
+                    kept = batches.state_dict(), values, torch.get_rng_state()
+        return found, kept, loop
+
+    whole, kept, _ = run(0)
+    rest, _, loop = run(at, kept)
+    assert rest == whole[at:]
+    assert loop.reasons == []
+    assert loop.watch.ledger.reasons == ()
