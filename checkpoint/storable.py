@@ -211,8 +211,9 @@ def _pack(value: Any, path: str, levels: int) -> Any:
     if kind is tuple:
         return {"~tuple": [_pack(item, f"{path}[{index}]", levels - 1) for index, item in enumerate(value)]}
     if kind is set or kind is frozenset:
-        # Sorted by their JSON text, so that equal sets give equal bytes.
-        items = sorted((_pack(item, f"{path}{{}}", levels - 1) for item in value), key=json.dumps)
+        items = [_pack(item, f"{path}{{}}", levels - 1) for item in value]
+        if not has_order(value) or loses_order(value):
+            items.sort(key=json.dumps)  # equal sets give equal bytes
         return {f"~{kind.__name__}": items}
     if kind is dict and all(type(key) is str and not key.startswith("~") for key in value):
         return {key: _pack(item, f"{path}[{key!r}]", levels - 1) for key, item in value.items()}
@@ -228,6 +229,54 @@ def _pack(value: Any, path: str, levels: int) -> Any:
     if form is not None:
         return {form.tag: _pack(form.encode(value), path, levels - 1)}
     raise unstorable(value, path)
+
+
+def has_order(value: set[Any] | frozenset[Any]) -> bool:
+    """Whether the order of a set depends on what was done with it alone, and not on the process.
+
+    >>> has_order({1, (2.5, None)}), has_order({"a"}) and not _TEXT_IS_FIXED
+    (True, False)
+    """
+    return all(map(_has_fixed_hash, value))
+
+
+def loses_order(value: set[Any] | frozenset[Any]) -> bool:
+    """Whether its order has come about otherwise than by adding its items in that order, which is all a reader can do.
+
+    >>> loses_order({1, 2}), loses_order({8, 0}), loses_order({0, 8})
+    (False, False, False)
+    """
+    if len(value) < 2 or not has_order(value):
+        return False
+    items = [*value]
+    return any(one is not other for one, other in zip(items, type(value)(items), strict=True))
+
+
+def _starts_with_fixed_hashes() -> bool:
+    """Whether this process has begun with PYTHONHASHSEED as a number. A script may have set it since, to no effect."""
+    try:
+        environment = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(one.partition(b"=")[2].isdigit() for one in environment if one.startswith(b"PYTHONHASHSEED="))
+
+
+_TEXT_IS_FIXED = _starts_with_fixed_hashes()
+
+
+def _has_fixed_hash(item: Any) -> bool:
+    kind = type(item)
+    if kind in (int, bool) or (item is None and hash(None) == _HASH_OF_NONE):
+        return True
+    if kind in (float, complex):
+        return bool(item == item)  # a NaN's is its address
+    if kind is tuple or kind is frozenset:
+        return all(map(_has_fixed_hash, item))
+    return kind in (str, bytes) and _TEXT_IS_FIXED
+
+
+_HASH_OF_NONE = 0xFCA86420
+"""Since Python 3.12; before that its address."""
 
 
 def unstorable(value: Any, path: str, inside: str = "") -> UnstorableError:

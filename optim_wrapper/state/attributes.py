@@ -44,7 +44,14 @@ from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.putting import Putting, is_of_variables
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
-from lastwords.optim_wrapper.tensors.tensor_tree import is_composite, leaves_of, out_of, put_together, take_apart
+from lastwords.optim_wrapper.tensors.tensor_tree import (
+    UNORDERED,
+    is_composite,
+    leaves_of,
+    out_of,
+    put_together,
+    take_apart,
+)
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
 
@@ -378,15 +385,17 @@ class Attributes:
         """What moves and can be stored. only: of these."""
         said: dict[str, dict[str, Any]] = {}
         with self._guarded():
-            cells = self._walk.part(self._way).cells
+            walk = self._walk.part(self._way)
             told = {
                 name: cell.told
-                for name, cell in cells.items()
+                for name, cell in walk.cells.items()
                 if cell.told is not CODE
                 and (name in self._moved or name[0] not in self._walk.objects)
                 and (only is None or name in only)
             }
             self._moved |= dict.fromkeys(told)
+            lost = [f"{at} {UNORDERED}" for name, at in walk.disordered.items() if name in told]
+            self.ledger.tell(*lost)
             room = BYTES_MAX
             for (path, key), value in told.items():
                 packed, nbytes = self._storable(value, f"{path}.{key}", room)

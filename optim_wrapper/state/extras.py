@@ -40,8 +40,10 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, source_of, spec_
 from lastwords.optim_wrapper.tensors.tensor_tree import (
     ATOMS,
     DICTS,
+    UNORDERED,
     NamedTensor,
     advance,
+    disordered,
     out_of,
     put_together,
     take_apart,
@@ -536,7 +538,10 @@ class Extras:
         except Exception as error:  # of the user's own code: handed to the log and to the checkpoint
             return self._left_out(before, f"{path} cannot be stored: its state_dict() raised {error!r:.200}")
         try:
-            return advance(before, now)
+            copy, differs = advance(before, now)
+            if differs and disordered(now):
+                self.ledger.tell(f"{path} {UNORDERED}", leaf=path)
+            return copy, differs
         except (UnstorableError, RecursionError):
             pass
         if not isinstance(value, dict):

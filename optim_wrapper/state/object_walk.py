@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer
 from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lastwords.checkpoint.storable import Place, is_factory, is_storable
+from lastwords.checkpoint.storable import Place, is_factory, is_storable, loses_order
 from lastwords.optim_wrapper.state.how_far import (
     ATOMS,
     GENERATORS,
@@ -133,11 +133,9 @@ CODE = Place("", "code")
 CONTENT = "[]"
 """In an attribute's place: the items of an object whose class is made of a list, a deque or a dict."""
 
-MEMORY = "memory "
-"""Begins the kind of the `Place` of a tensor or an array that is another part of the memory of the one there."""
-
-SAME = "the same memory"
-"""Kind of the `Place` of one that is the same part, or the very same object."""
+MEMORY, SAME = "memory ", "the same memory"
+"""Begins the kind of the `Place` of a tensor or an array in the memory of another; the kind where it is the same part.
+"""
 
 NAMED_TUPLE = "named tuple"
 """Kind of the `Place` that stands before the items of one: its path is the class's."""
@@ -205,6 +203,8 @@ class Walk:
         """Functions, methods, classes that were met."""
         self.odd: dict[str, str] = {}
         """Objects that cannot be looked at, and why."""
+        self.disordered: dict[tuple[str, str], str] = {}
+        """Where a cell has a set whose order is lost."""
         self.ended_at = ""
         """Where it ended, if that was before everything had been met."""
         self._room, self._items = OBJECTS_MAX, 0
@@ -420,8 +420,8 @@ class Walk:
             return Place("", "a view of a tensor that is saved")
         met = self._memory.setdefault(at, path) if at and path else path
         if met != path:
-            form = form_of(value)  # a base that is put back may lie elsewhere in its memory than it did
-            return Place(met, SAME if form == form_of(self.tensors[met]) else form)
+            same = form_of(value) == form_of(self.tensors[met])  # a base that is put back may have another form
+            return Place(met, SAME if same else form_of(value))
         if at:
             self.tensors[path] = value
             self._origin.setdefault(path, self._at)
@@ -475,14 +475,16 @@ class Walk:
             return kind(dict(pairs))
         if kind is set or kind is frozenset:
             items = [*value]
-            return (
-                kind(items) if all(type(item) in ATOMS for item in items) else Place("", f"{kind.__name__} of objects")
-            )
+            if not all(type(item) in ATOMS for item in items):
+                return Place("", f"{kind.__name__} of objects")
+            if loses_order(value):
+                self.disordered[self._at] = path
+            return kind(items)
         told = [self.told(item, f"{path}[{at}]", depth + 1) for at, item in enumerate([*value])]
         return deque(told, value.maxlen) if kind is deque else kind(told)
 
     def item_path(self, path: str, key: Any) -> str:
-        """Of what lies in a dict at `path`."""
+        """Of what lies in a dict."""
         return f"{path}[{self._label(key)}]"
 
     def _label(self, key: Any) -> str:

@@ -90,7 +90,7 @@ class Overwriting:
             here.extend(items)
         elif kind is set:
             here.clear()
-            here.update(item)
+            here.update([*item])  # one by one: of a set it would have another order
         elif kind is bytearray:
             here[:] = item
         else:

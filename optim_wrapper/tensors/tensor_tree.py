@@ -27,6 +27,7 @@ from lastwords.checkpoint.storable import (
     FACTORIES,
     NUMPY_KINDS,
     is_factory,
+    loses_order,
     pack,
     refuse_unstorable,
     unstorable,
@@ -46,8 +47,6 @@ from lastwords.sharding.dtensor import ShardBox, is_dtensor, local_of, placement
 # Copies of the user's values as they are at one moment, sharing what has not changed.
 
 DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_MADE_ANEW = (set, frozenset, bytearray)
-"""Containers of nothing that can change."""
 
 
 def advance(before: Any, now: Any) -> tuple[Any, bool]:
@@ -130,7 +129,7 @@ def _advance_leaf(before: Any, now: Any) -> tuple[Any, bool]:
     if not isinstance(now, torch.Tensor):
         text = _text(now)  # equal sets may hold 1 and True, and equal times may be of different zones
         same = before is not None and text == _text(before)
-        return (before, False) if same else (type(now)(now) if isinstance(now, _MADE_ANEW) else now, True)
+        return (before, False) if same else (_made_anew(now), True)
     if what := problem_of(local_of(now)):
         raise UnstorableError(f"a tensor {what}", f"a tensor that {what}")
     form = None if before is None else (before.shape, before.dtype, before.device)
@@ -140,6 +139,25 @@ def _advance_leaf(before: Any, now: Any) -> tuple[Any, bool]:
         return now.detach().clone(), True
     except RuntimeError as error:  # integers of less than a byte: NotImplementedError in newer releases
         raise UnstorableError(f"a tensor cannot be copied: {error}", f"a tensor of {now.dtype}") from error
+
+
+def _made_anew(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return type(value)([*value])  # of a set it would have another order
+    return bytearray(value) if isinstance(value, bytearray) else value
+
+
+def disordered(value: Any) -> bool:
+    """Whether there is a set in it whose order cannot be restored."""
+    kind = type(value)
+    if kind is set or kind is frozenset:
+        return loses_order(value)
+    if kind in DICTS:
+        return any(type(one) not in ATOMS and disordered(one) for one in value.values())
+    return kind in (list, tuple, deque) and any(type(one) not in ATOMS and disordered(one) for one in value)
+
+
+UNORDERED = "holds a set whose order cannot be restored: sort it where its order matters"
 
 
 def _other_bits(before: Any, now: Any) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lastwords.checkpoint.storable import _FORMS, DEPTH_MAX, pack, refuse_unstorable, unpack
+from lastwords.checkpoint.storable import _FORMS, DEPTH_MAX, has_order, loses_order, pack, refuse_unstorable, unpack
 from lastwords.errors import ConfigError, FormatError
 from tests import golden
 
@@ -241,3 +241,30 @@ def test_deep_nesting_is_a_format_error_and_no_recursion_error() -> None:
         value = [value]
     with pytest.raises(FormatError, match="nested"):
         unpack(value)
+
+
+def shrunk() -> set[int]:
+    """In a table as large as it was with more items."""
+    kept = set(range(200))
+    for item in range(200):
+        if item not in (3, 64, 130):
+            kept.discard(item)
+    return kept
+
+
+@pytest.mark.parametrize("items", [[8, 0], [0, 8], [16, 8, 0], [(1, 2), 7], [2.5, 1 << 70, -3]])
+def test_the_order_of_a_set_comes_back(items: list[Any]) -> None:
+    value = set(items)
+    assert [*unpack(json.loads(json.dumps(pack(value))))] == [*value]
+    assert [*unpack(pack(frozenset(items)))] == [*frozenset(items)]
+
+
+def test_an_order_that_cannot_come_back_is_known_and_equal_sets_are_stored_alike() -> None:
+    value = shrunk()
+    assert not loses_order({*[*value]})
+    assert [*value] == [3, 64, 130]
+    assert loses_order(value)
+    assert unpack(pack(value)) == value
+    nan = float("nan")
+    assert not has_order({nan, 1})
+    assert pack({"a", "b"}) == pack({"b", "a"})

@@ -193,3 +193,40 @@ def test_rows_of_one_tensor_are_not_taken_for_one_another(monkeypatch: pytest.Mo
     watch.look()
     golden.says(new.put(saved(watch)))
     assert again.mine == []
+
+
+def shrunk() -> set[int]:
+    """In a table as large as it was with more items, so that its order is another than that of a new set."""
+    numbers = {*range(200)}
+    for one in {*range(200)} - {3, 64, 130}:
+        numbers.discard(one)
+    return numbers
+
+
+def test_the_order_of_sets_comes_back_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "Beyond", lambda walk, roots: Walk({}, {}))
+    net, again = nn.Linear(1, 1), nn.Linear(1, 1)
+    net.mine, again.mine = set(), {*range(100)}  # type: ignore[assignment]
+    watch, new = watched(net), watched(again)
+    net.mine.update([8, 0])  # type: ignore[operator]
+    assert new.put(saved(watch_again(watch))) == []
+    assert [*again.mine] == [8, 0]  # type: ignore[arg-type]
+    assert watch.ledger.reasons == ()
+    net.mine = shrunk()  # type: ignore[assignment]
+    watch_again(watch).document()
+    mine: dict[str, Any] = {"pool": [{8, 0}]}
+    extras = Extras({"mine": mine})
+    first = extras.first()
+    assert extras.ledger.reasons == ()
+    packed = json.loads(json.dumps(pack(pack_inline(extras, first).to_json())))
+    here: dict[str, Any] = {"pool": [{*range(100)}]}
+    restore_inline(Extras({"mine": here}), InlineExtras.read(packed, "box"))
+    assert [*here["pool"][0]] == [8, 0]
+    mine["pool"][0] = shrunk()
+    extras.ended(first)
+    golden.says([*map(str, watch.ledger.reasons), *map(str, extras.ledger.reasons)])
+
+
+def watch_again(watch: Any) -> Any:
+    watch.look()
+    return watch
