@@ -204,6 +204,10 @@ _OF_ANY_TRAINER = holders.names_set_by(transformers.Trainer) | {"_lastwords", "c
 """Attributes that are no state, or kept as extras."""
 
 
+_OF_THE_ADAPTOR = frozenset({"eval_on_start", "ignore_data_skip"})
+"""Of the arguments, which callbacks may change: set here, for a part of the run."""
+
+
 class _Protected(TrainerCallback):
     """One `train()` of a Trainer; a callback of it, too."""
 
@@ -289,7 +293,7 @@ class _Protected(TrainerCallback):
             in_place=True,
             repeats=True,
             forget=["model*.training"],  # each step sets it
-            variables={**own, **holders.objects_in(held, model)},
+            variables={**own, "args": Shadow(args, _OF_THE_ADAPTOR), **holders.objects_in(held, model)},
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
             local_extras={"trainer": self._of_rank, "data": self._data},
         )

@@ -110,6 +110,13 @@ class Curriculum(transformers.TrainerCallback):  # type: ignore[misc]
         self.data.seen += state.global_step
 
 
+class Clips(transformers.TrainerCallback):  # type: ignore[misc]
+    """More with each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        args.max_grad_norm = max(0.05, args.max_grad_norm * 0.8)
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Texts without a length, shuffled within a buffer by a generator of its own."""
 
@@ -258,6 +265,7 @@ def main() -> None:
             transformers.EarlyStoppingCallback(early_stopping_patience=3),
             *([Counts()] if "counts" in CASE else []),
             *([Curriculum(data)] if "curriculum" in CASE else []),
+            *([Clips()] if "clips" in CASE else []),
             *([AVERAGE] if "average" in CASE else []),
             *([LeavesEpochs()] if "leaves epochs" in CASE else []),
             Probe(),
