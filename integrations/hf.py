@@ -10,6 +10,7 @@ where its loader is asked for a batch again. What a death has cut off in between
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -22,10 +23,11 @@ import transformers.trainer as trainer_module
 from accelerate.optimizer import patch_optimizer_step
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, UnstorableError
 from lastwords.integrations import accelerate_data, holders, pins
 from lastwords.optim_wrapper.resume.resume_choice import peek
 from lastwords.optim_wrapper.state.object_walk import Shadow
+from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
 from lastwords.optim_wrapper.trainer.protect import protect as protect_plain
 
 VERSIONS = ">=5.24,<5.25"
@@ -52,6 +54,8 @@ _protected: list[Any] = []
 
 _TIMES = ("_runtime", "_per_second")
 """Ends of what a log has that no two runs have alike."""
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 _BY_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Of a TrainerState: kept apart, as it differs by rank, or not at all."""
@@ -87,11 +91,38 @@ def _refuse_overridden(trainer: Any) -> None:
         )
 
 
+class _Unstored:
+    """What of a Trainer's own values no checkpoint can store: left out by itself, and told once a run can be told."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._tell: Any = None
+
+    def tell(self, tell: Any) -> None:
+        """To this, from now on."""
+        self._tell = tell
+        tell(*self._reasons.values())
+
+    def can_be(self, name: str, value: Any) -> bool:
+        """Whether it can be stored."""
+        if type(value) in _PLAIN:
+            return True
+        try:
+            take_apart(value, "x", name)
+        except UnstorableError as error:
+            if name not in self._reasons:
+                self._reasons[name] = f"the Trainer's {name} is not saved: a checkpoint cannot store {error.reason}"
+                if self._tell is not None:
+                    self._tell(self._reasons[name])
+            return False
+        return True
+
+
 class _OfAll:
     """What a Trainer counts, the same on all ranks: an extra. gradient_norm, rate: of the newest update, to log."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, unstored: _Unstored) -> None:
+        self._trainer, self.unstored = trainer, unstored
         self.gradient_norm: float | None = None
         self.rate: float | None = None
         self._loaded: Mapping[str, Any] | None = None
@@ -109,7 +140,7 @@ class _OfAll:
         trainer = self._trainer
         state = {name: value for name, value in vars(trainer.state).items() if name not in _BY_RANK}
         return {
-            "state": json.dumps(state),
+            "state": {name: value for name, value in state.items() if self.unstored.can_be(f"state.{name}", value)},
             "callbacks": json.dumps([[type(one).__name__, one.state()] for one in self._stateful()]),
             "loss": trainer._total_loss_scalar,
             "logged": trainer._globalstep_last_logged,
@@ -121,8 +152,9 @@ class _OfAll:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer = self._trainer
-        for name, value in json.loads(saved["state"]).items():
-            setattr(trainer.state, name, value)
+        state = saved["state"]
+        for name, value in (json.loads(state) if isinstance(state, str) else state).items():  # older ones are JSON
+            setattr(trainer.state, name, copy.deepcopy(value))
         left = [*self._stateful()]
         for name, state in json.loads(saved["callbacks"]):
             here = next((one for one in left if type(one).__name__ == name), None)
@@ -149,12 +181,14 @@ class _OfRank:
     adds after it is counted here before.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, unstored: _Unstored) -> None:
+        self._trainer, self._unstored = trainer, unstored
         self._loss: torch.Tensor | None = None
         """Of the batch in hand, until the Trainer has added it."""
         self._flos = 0.0
         self._logged, self._log, self._times = 0, "", ""
+        self._odd: dict[str, Any] = {}
+        """Of the log, what is no text: by its place, and key."""
 
     @contextmanager
     def batch(self, inputs: Any) -> Iterator[None]:
@@ -173,7 +207,11 @@ class _OfRank:
     def state_dict(self) -> dict[str, Any]:
         trainer, log = self._trainer, self._trainer.state.log_history
         if len(log) != self._logged:  # it only grows
-            for one in log[self._logged :]:
+            for place, whole in enumerate(log[self._logged :], self._logged):
+                odd = {key: value for key, value in whole.items() if type(value) not in _PLAIN}
+                one = {key: None if key in odd else value for key, value in whole.items()}
+                if kept := {key: value for key, value in odd.items() if self._unstored.can_be(f"log of {key}", value)}:
+                    self._odd[str(place)] = kept
                 times = {key: value for key, value in one.items() if key.endswith(_TIMES)}
                 self._log += json.dumps({key: value for key, value in one.items() if key not in times}) + "\n"
                 self._times += json.dumps(times) + "\n"
@@ -188,6 +226,7 @@ class _OfRank:
             "flos": float(trainer.current_flos) + self._flos,
             "log": self._log,
             "times": self._times,
+            "odd": self._odd,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -197,6 +236,9 @@ class _OfRank:
         self._log, self._times = saved["log"], saved["times"]
         lines = zip(self._log.splitlines(), self._times.splitlines(), strict=True)
         trainer.state.log_history = [json.loads(line) | json.loads(times) for line, times in lines]
+        self._odd = {**saved.get("odd", {})}
+        for place, odd in self._odd.items():
+            trainer.state.log_history[int(place)] |= odd
         self._logged = len(trainer.state.log_history)
 
 
@@ -214,7 +256,8 @@ class _Protected(TrainerCallback):
     def __init__(self, trainer: Any, path: str | os.PathLike[str]) -> None:
         self._trainer, self._path = trainer, path
         self._tft: Any = None
-        self._of_all, self._of_rank = _OfAll(trainer), _OfRank(trainer)
+        unstored = self._unstored = _Unstored()
+        self._of_all, self._of_rank = _OfAll(trainer, unstored), _OfRank(trainer, unstored)
         self._ended = 0
         """The Trainer's number of the step that has ended last."""
         self._epoch, self._begun_at = 0, 0
@@ -301,6 +344,7 @@ class _Protected(TrainerCallback):
             optimizer._optimizer_original_step_method = optimizer.optimizer.step
             optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
         self._tft.start()
+        self._unstored.tell(self._tft._recorder.ledger.tell)
         point = self._tft.resume(missing_ok=True)
         if (0 if point is None else point.global_step) != (0 if peeked is None else peeked.global_step):
             raise ConfigError(f"another checkpoint has come to {self._path} while training began: start again")

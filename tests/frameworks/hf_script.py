@@ -110,6 +110,19 @@ class Curriculum(transformers.TrainerCallback):  # type: ignore[misc]
         self.data.seen += state.global_step
 
 
+class Keeps(transformers.TrainerCallback):  # type: ignore[misc]
+    """On the Trainer's state: numbers by number, and a tensor."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        state.by_kind, state.sums = getattr(state, "by_kind", {}), getattr(state, "sums", torch.zeros(2))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any, **of: Any) -> None:
+        kind = state.global_step % 3
+        state.by_kind[kind] = state.by_kind.get(kind, 0) + 100
+        state.sums[kind % 2] += 1
+        optimizer.param_groups[0]["weight_decay"] = 0.001 * state.by_kind.get(0, 0) + 0.01 * float(state.sums[0])
+
+
 class Clips(transformers.TrainerCallback):  # type: ignore[misc]
     """More with each step."""
 
@@ -266,6 +279,7 @@ def main() -> None:
             *([Counts()] if "counts" in CASE else []),
             *([Curriculum(data)] if "curriculum" in CASE else []),
             *([Clips()] if "clips" in CASE else []),
+            *([Keeps()] if "keeps" in CASE else []),
             *([AVERAGE] if "average" in CASE else []),
             *([LeavesEpochs()] if "leaves epochs" in CASE else []),
             Probe(),

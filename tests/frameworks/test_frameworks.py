@@ -44,6 +44,7 @@ CASES = {
         "counts": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:epoch"),
         "average own step": ("1:4:fwd", "0:6:evaluating", "1:10:fwd"),
         "nan": ("1:4:fwd", "0:8:fwd"),
+        "keeps": ("1:4:fwd", "0:9:fwd"),
         "clips": ("1:4:fwd", "0:9:fwd"),
         "collator has generators": ("1:4:fwd", "0:11:win"),
         "augmented curriculum": ("1:4:fwd", "0:9:fwd"),
