@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
@@ -97,10 +98,13 @@ class _Loops:
 
 
 class _Callbacks:
-    """State of these callbacks, of those that have any: an extra."""
+    """State of these callbacks, of those that have any: an extra.
 
-    def __init__(self, callbacks: list[Any]) -> None:
-        self._callbacks = callbacks
+    derived: those whose directory Lightning has chosen, by the logger's version, which is another one in each run.
+    """
+
+    def __init__(self, callbacks: list[Any], derived: list[Any] | None = None) -> None:
+        self._callbacks, self._derived = callbacks, derived or []
 
     def state_dict(self) -> dict[str, Any]:
         found = {one.state_key: one.state_dict() for one in self._callbacks}
@@ -110,6 +114,9 @@ class _Callbacks:
         for one in self._callbacks:
             if one.state_key in saved:
                 state = saved[one.state_key]
+                if any(one is other for other in self._derived) and state.get("dirpath"):
+                    one.dirpath = state["dirpath"]  # in another one ModelCheckpoint forgets the best models
+                    os.makedirs(one.dirpath, exist_ok=True)
                 one.load_state_dict(state)
                 now = one.state_dict()
                 for name in state.keys() & vars(one).keys():  # ModelCheckpoint leaves its newest score out
@@ -232,7 +239,7 @@ class LastWords(pl.Callback):
             repeats=True,
             extras={
                 "loops": self._loops,
-                "callbacks": _Callbacks([one for one in held if one not in timers]),
+                "callbacks": _Callbacks([one for one in held if one not in timers], _derived(trainer)),
                 **schedulers,
                 **holders.modules_in(held, strategy.model),
                 **({} if scaler is None else {"scaler": scaler}),
@@ -322,6 +329,17 @@ class LastWords(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._tft.stop()
+
+
+def _derived(trainer: Any) -> list[Any]:
+    """ModelCheckpoints that write where Lightning puts them if nobody says where."""
+    if not trainer.loggers:
+        return []
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    save_dir = trainer.default_root_dir if logger.save_dir is None else logger.save_dir
+    default = os.path.join(save_dir, str(logger.name), version, "checkpoints")
+    return [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and str(one.dirpath) == default]
 
 
 def _not_counted(data: Any) -> set[str]:
