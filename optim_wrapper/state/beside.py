@@ -215,6 +215,7 @@ class _Everything(Beyond):
         """What is in the walk is saved, or told there; and so is what belongs to its optimizers, and gradients."""
         walk = self._walk
         self._paths, self._containers, self._memory = {**walk._paths}, {**walk._containers}, {**walk._memory}
+        self.tensors = {**walk.tensors}
         tensors = [tensor.grad for tensor in walk._saved_tensors if tensor.is_leaf and tensor.grad is not None]
         for one in walk.objects.values():
             if issubclass(type(one), torch.optim.Optimizer):
