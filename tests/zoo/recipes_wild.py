@@ -418,3 +418,21 @@ class PerSample(Loop):
         for name, parameter in self.bare.named_parameters():
             parameter.grad = self.each[name] + 0.01 * torch.randn(parameter.shape)
             dist.all_reduce(parameter.grad)
+
+
+@recipe("one_zero", "hidden states that begin as one tensor of zeros, as attributes and as an extra", "fwd bwd win")
+class OneZero(Loop):
+    def net(self) -> nn.Module:
+        return mlp()
+
+    def setup(self) -> None:
+        self.bare.hidden = dict.fromkeys("hc", torch.zeros(WIDTH_OUT))  # type: ignore[assignment]
+        self.local_extras["states"] = self.states = {"all": [torch.zeros(WIDTH_OUT)] * 3}
+
+    def loss(self, x: Any, y: Any) -> Any:
+        hidden: dict[str, torch.Tensor] = self.bare.hidden  # type: ignore[assignment]
+        out = self.model(x) + hidden["h"] - 2 * hidden["c"] + sum(at * one for at, one in enumerate(self.states["all"]))
+        means = out.detach().mean(0)
+        hidden.update(h=means.clone(), c=means.square())
+        self.states["all"] = [means, 2 * means, means.cos()]
+        return nn.functional.mse_loss(out, y)
