@@ -67,6 +67,7 @@ CASES = {
         "one cycle hook draws": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "one cycle hook draws workers": ("1:4:fwd", "0:9:fwd"),
         "nested metrics": ("1:4:fwd", "0:11:fwd"),
+        "own sampler": ("1:4:fwd", "0:9:fwd", "1:11:win"),
         "overfits timed": ("1:2:fwd", "0:2:evaluating", "0:2:epoch", "1:4:fwd", "0:4:evaluating"),
     },
     "pytorch_lightning": {"": IN_TURN, "two optimizers": ("1:4:between", "0:6:evaluating")},
@@ -219,21 +220,6 @@ def test_what_is_not_known_is_refused_with_the_reason(
     done = started(tmp_path, library, case, PROTECTED="1")
     assert done.returncode == 1, done.stderr
     assert word in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("library", "case", "name"),
-    [
-        ("lightning", "own sampler", "loader.sampler.asked"),
-    ],
-)
-def test_a_loader_that_counts_as_it_is_iterated_over_is_named(
-    library: str, case: str, name: str, whole: Callable[[str, str], Path], tmp_path: Path
-) -> None:
-    whole(library, "")
-    said = run(tmp_path, library, case, "1:4:fwd", PROTECTED="1")
-    assert NOT_EXACT in said
-    assert name in said
 
 
 def test_a_log_of_a_healed_run_is_that_of_the_whole_one(whole: Callable[[str, str], Path]) -> None:
