@@ -152,8 +152,7 @@ class _OfAll:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         trainer = self._trainer
-        state = saved["state"]
-        for name, value in (json.loads(state) if isinstance(state, str) else state).items():  # older ones are JSON
+        for name, value in saved["state"].items():
             setattr(trainer.state, name, copy.deepcopy(value))
         left = [*self._stateful()]
         for name, state in json.loads(saved["callbacks"]):
@@ -236,7 +235,7 @@ class _OfRank:
         self._log, self._times = saved["log"], saved["times"]
         lines = zip(self._log.splitlines(), self._times.splitlines(), strict=True)
         trainer.state.log_history = [json.loads(line) | json.loads(times) for line, times in lines]
-        self._odd = {**saved.get("odd", {})}
+        self._odd = {**saved["odd"]}
         for place, odd in self._odd.items():
             trainer.state.log_history[int(place)] |= odd
         self._logged = len(trainer.state.log_history)

@@ -188,11 +188,10 @@ class Batches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on there."""
         start, fetch, first = (
-            {key: one.numpy().tobytes() for key, one in {"first": {}, **state}[name].items()}
-            for name in ("start", "fetch", "first")
+            {key: one.numpy().tobytes() for key, one in state[name].items()} for name in ("start", "fetch", "first")
         )
         told = {str(name): int(epoch) for name, epoch in state["told"].items()}
-        of_begin, of_fetch = (str(one) for one in state.get("values", ("", "")))  # older ones have none
+        of_begin, of_fetch = (str(one) for one in state["values"])
         at = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told, first)
         self._resumed = at._replace(values=(of_begin, of_fetch))
 

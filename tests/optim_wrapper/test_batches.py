@@ -17,6 +17,7 @@ from lastwords.checkpoint.meta import StepDocument
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.loop.batches import COUNTS, UNKNOWN_END, Batches
 from lastwords.optim_wrapper.state.attributes import Attributes
+from tests.optim_wrapper.test_loader_counters import Calls
 
 LENGTH, SIZE = 12, 2
 
@@ -363,18 +364,6 @@ class Draws:
         return [row + float(torch.rand(1, generator=self.own)) + self.numpys.rand() for row in rows]
 
     collate = __call__
-
-
-class Calls:
-    """Of an installed package: it calls what it holds."""
-
-    __module__ = pytest.__name__
-
-    def __init__(self, *of: Any) -> None:
-        self.of = of
-
-    def __call__(self, rows: Any) -> Any:
-        return self.of[0](rows)
 
 
 def closed_over(collator: Draws) -> Any:
