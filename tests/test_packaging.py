@@ -209,7 +209,7 @@ for info in pkgutil.walk_packages(lastwords.__path__, "lastwords."):
         try:
             importlib.import_module(info.name)
         except ModuleNotFoundError as error:  # of a library that only its users have
-            if error.name.partition(".")[0] not in ("accelerate", "lightning", "transformers"):
+            if error.name.partition(".")[0] not in ("accelerate", "lightning", "pytorch_lightning", "transformers"):
                 raise
 print("\\n".join(names))
 """
