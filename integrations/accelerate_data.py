@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, get_sampler
+from accelerate import data_loader
 
-from lastwords.errors import ConfigError
+from lastwords import Batches, ConfigError
 from lastwords.integrations import pins
-from lastwords.optim_wrapper.loop.batches import Batches
 
 VERSIONS = ">=1.15,<1.16"
 
@@ -33,14 +32,14 @@ def batches_of(loader: Any) -> Batches:
 
     ConfigError for one that a rank fetches for all of them.
     """
-    if not isinstance(loader, DataLoaderShard):
+    if not isinstance(loader, data_loader.DataLoaderShard):
         raise ConfigError(
             f"the training loader is a {type(loader).__name__} and not a DataLoaderShard of accelerate's, so its place "
             "in the data is not known: prepare it, and use dispatch_batches=False for an IterableDataset (in a "
             "Trainer: accelerator_config={'dispatch_batches': False})"
         )
-    sampler = get_sampler(loader)
-    if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+    sampler = data_loader.get_sampler(loader)
+    if isinstance(sampler, data_loader.SeedableRandomSampler) and sampler.generator is None:
         sampler.generator = torch.Generator()  # as its first iterator would, which is too late to be put back
     batches = Batches(ahead=True)
     batches.given_by = loader

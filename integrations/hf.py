@@ -11,6 +11,7 @@ where its loader is asked for a batch again. What a death has cut off in between
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -20,15 +21,12 @@ from typing import Any
 import torch
 import transformers
 import transformers.trainer as trainer_module
-from accelerate.optimizer import patch_optimizer_step
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from accelerate import optimizer as accelerate_optimizer
+from transformers import trainer_callback
 
-from lastwords.errors import ConfigError, UnstorableError
+import lastwords
+from lastwords import AttributesOf, ConfigError
 from lastwords.integrations import accelerate_data, holders, pins
-from lastwords.optim_wrapper.resume.resume_choice import peek
-from lastwords.optim_wrapper.state.object_walk import Shadow
-from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
-from lastwords.optim_wrapper.trainer.protect import protect as protect_plain
 
 VERSIONS = ">=5.24,<5.25"
 
@@ -59,6 +57,9 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 _BY_RANK = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
 """Of a TrainerState: kept apart, as it differs by rank, or not at all."""
+
+_FIELDS = frozenset(one.name for one in dataclasses.fields(transformers.TrainerState))
+"""Of any; callbacks may set more."""
 
 
 def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str]) -> None:
@@ -91,38 +92,11 @@ def _refuse_overridden(trainer: Any) -> None:
         )
 
 
-class _Unstored:
-    """What of a Trainer's own values no checkpoint can store: left out by itself, and told once a run can be told."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
-        self._tell: Any = None
-
-    def tell(self, tell: Any) -> None:
-        """To this, from now on."""
-        self._tell = tell
-        tell(*self._reasons.values())
-
-    def can_be(self, name: str, value: Any) -> bool:
-        """Whether it can be stored."""
-        if type(value) in _PLAIN:
-            return True
-        try:
-            take_apart(value, "x", name)
-        except UnstorableError as error:
-            if name not in self._reasons:
-                self._reasons[name] = f"the Trainer's {name} is not saved: a checkpoint cannot store {error.reason}"
-                if self._tell is not None:
-                    self._tell(self._reasons[name])
-            return False
-        return True
-
-
 class _OfAll:
     """What a Trainer counts, the same on all ranks: an extra. gradient_norm, rate: of the newest update, to log."""
 
-    def __init__(self, trainer: Any, unstored: _Unstored) -> None:
-        self._trainer, self.unstored = trainer, unstored
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self.gradient_norm: float | None = None
         self.rate: float | None = None
         self._loaded: Mapping[str, Any] | None = None
@@ -138,9 +112,8 @@ class _OfAll:
         if self._loaded is not None:
             return self._loaded
         trainer = self._trainer
-        state = {name: value for name, value in vars(trainer.state).items() if name not in _BY_RANK}
         return {
-            "state": {name: value for name, value in state.items() if self.unstored.can_be(f"state.{name}", value)},
+            "state": {name: getattr(trainer.state, name) for name in _FIELDS.difference(_BY_RANK)},
             "callbacks": json.dumps([[type(one).__name__, one.state()] for one in self._stateful()]),
             "loss": trainer._total_loss_scalar,
             "logged": trainer._globalstep_last_logged,
@@ -170,7 +143,7 @@ class _OfAll:
 
     def _stateful(self) -> Iterator[Any]:
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
-        return (one for one in callbacks if isinstance(one, ExportableState))
+        return (one for one in callbacks if isinstance(one, trainer_callback.ExportableState))
 
 
 class _OfRank:
@@ -180,14 +153,14 @@ class _OfRank:
     adds after it is counted here before.
     """
 
-    def __init__(self, trainer: Any, unstored: _Unstored) -> None:
-        self._trainer, self._unstored = trainer, unstored
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._loss: torch.Tensor | None = None
         """Of the batch in hand, until the Trainer has added it."""
         self._flos = 0.0
         self._logged, self._log, self._times = 0, "", ""
-        self._odd: dict[str, Any] = {}
-        """Of the log, what is no text: by its place, and key."""
+        self.odd: dict[str, Any] = {}
+        """Of the log, what is no text: by its place, and key. A local extra of its own, after this one."""
 
     @contextmanager
     def batch(self, inputs: Any) -> Iterator[None]:
@@ -209,8 +182,7 @@ class _OfRank:
             for place, whole in enumerate(log[self._logged :], self._logged):
                 odd = {key: value for key, value in whole.items() if type(value) not in _PLAIN}
                 one = {key: None if key in odd else value for key, value in whole.items()}
-                if kept := {key: value for key, value in odd.items() if self._unstored.can_be(f"log of {key}", value)}:
-                    self._odd[str(place)] = kept
+                self.odd.update({f"{place} {key}": value for key, value in odd.items()})
                 times = {key: value for key, value in one.items() if key.endswith(_TIMES)}
                 self._log += json.dumps({key: value for key, value in one.items() if key not in times}) + "\n"
                 self._times += json.dumps(times) + "\n"
@@ -225,7 +197,6 @@ class _OfRank:
             "flos": float(trainer.current_flos) + self._flos,
             "log": self._log,
             "times": self._times,
-            "odd": self._odd,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -235,10 +206,13 @@ class _OfRank:
         self._log, self._times = saved["log"], saved["times"]
         lines = zip(self._log.splitlines(), self._times.splitlines(), strict=True)
         trainer.state.log_history = [json.loads(line) | json.loads(times) for line, times in lines]
-        self._odd = {**saved["odd"]}
-        for place, odd in self._odd.items():
-            trainer.state.log_history[int(place)] |= odd
         self._logged = len(trainer.state.log_history)
+
+    def resumed(self) -> None:
+        """What is no text has come back, too."""
+        for name, value in self.odd.items():
+            place, _, key = name.partition(" ")
+            self._trainer.state.log_history[int(place)][key] = value
 
 
 _OF_ANY_TRAINER = holders.names_set_by(transformers.Trainer) | {"_lastwords", "callback_handler"}
@@ -249,14 +223,13 @@ _OF_THE_ADAPTOR = frozenset({"eval_on_start", "ignore_data_skip"})
 """Of the arguments, which callbacks may change: set here, for a part of the run."""
 
 
-class _Protected(TrainerCallback):
+class _Protected(trainer_callback.TrainerCallback):
     """One `train()` of a Trainer; a callback of it, too."""
 
     def __init__(self, trainer: Any, path: str | os.PathLike[str]) -> None:
         self._trainer, self._path = trainer, path
         self._tft: Any = None
-        unstored = self._unstored = _Unstored()
-        self._of_all, self._of_rank = _OfAll(trainer, unstored), _OfRank(trainer, unstored)
+        self._of_all, self._of_rank = _OfAll(trainer), _OfRank(trainer)
         self._ended = 0
         """The Trainer's number of the step that has ended last."""
         self._epoch, self._begun_at = 0, 0
@@ -309,7 +282,7 @@ class _Protected(TrainerCallback):
         callbacks = trainer.callback_handler.callbacks  # the last one: what others make as training begins is there
         callbacks.append(callbacks.pop(callbacks.index(self)))
         self._plain["_init_training_state"](max_steps, per_epoch, epochs, None, None)
-        self._resumed = _agreed(peek(self._path, missing_ok=True))
+        self._resumed = lastwords.peek(self._path, missing_ok=True, agreed=True)
         if self._resumed is None:
             return 0, 0
         trainer.state.global_step = self._resumed.global_step
@@ -327,26 +300,31 @@ class _Protected(TrainerCallback):
         optimizer, model = trainer.optimizer, trainer.model_wrapped
         held = [*trainer.callback_handler.callbacks, trainer.compute_loss_func, trainer.compute_metrics]
         extras = {"scheduler": trainer.lr_scheduler, "trainer": self._of_all, **holders.modules_in(held, model)}
-        own = {} if type(trainer) is transformers.Trainer else {"trainer": Shadow(trainer, _OF_ANY_TRAINER)}
-        self._tft = protect_plain(
+        own = {} if type(trainer) is transformers.Trainer else {"trainer": AttributesOf(trainer, _OF_ANY_TRAINER)}
+        self._tft = lastwords.protect(
             self._path,
             model=model,
             optimizer=optimizer.optimizer,
             in_place=True,
             repeats=True,
             forget=["model*.training"],  # each step sets it
-            variables={**own, "args": Shadow(args, _OF_THE_ADAPTOR), **holders.objects_in(held, model)},
+            variables={
+                **own,
+                "args": AttributesOf(args, _OF_THE_ADAPTOR),
+                "state": AttributesOf(state, _FIELDS),
+                **holders.objects_in(held, model),
+            },
             extras={**extras, "scaler": scaler} if scaler is not None else extras,
-            local_extras={"trainer": self._of_rank, "data": self._data},
+            local_extras={"trainer": self._of_rank, "data": self._data, "log": self._of_rank.odd},
         )
         if scaler is not None:  # it has kept the optimizer's own step
-            optimizer._optimizer_original_step_method = optimizer.optimizer.step
-            optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
+            step = optimizer._optimizer_original_step_method = optimizer.optimizer.step
+            optimizer._optimizer_patched_step_method = accelerate_optimizer.patch_optimizer_step(optimizer, step)
         self._tft.start()
-        self._unstored.tell(self._tft._recorder.ledger.tell)
         point = self._tft.resume(missing_ok=True)
         if (0 if point is None else point.global_step) != (0 if peeked is None else peeked.global_step):
             raise ConfigError(f"another checkpoint has come to {self._path} while training began: start again")
+        self._of_rank.resumed()
         self._ended = 0 if point is None else point.global_step
         self._again = point is not None and not point.begun
         self._quiet = point is not None
@@ -443,15 +421,6 @@ class _Protected(TrainerCallback):
         self._plain["_maybe_log_save_evaluate"](*of, **more)
         if together:  # no rank begins the next step before all are done with this, or it could not be done again
             trainer.accelerator.wait_for_everyone()
-
-
-def _agreed(point: Any) -> Any:
-    """Rank 0's, on all ranks."""
-    if not torch.distributed.is_initialized():
-        return point
-    found = [point]
-    torch.distributed.broadcast_object_list(found, src=0)
-    return found[0]
 
 
 @contextmanager

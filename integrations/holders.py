@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lastwords.optim_wrapper.state.object_walk import Shadow, is_walked
+from lastwords.optim_wrapper.state.object_walk import AttributesOf, is_walked
 
 
 def modules_in(holders: Iterable[Any], model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -28,7 +28,7 @@ def objects_in(holders: Iterable[Any], model: torch.nn.Module) -> Mapping[str, A
     """Those whose attributes may be state, by class: for `variables`. The user's own, and whoever holds a module."""
     named = _named(holders)
     averaging = {name.partition(".")[0] for name in modules_in(holders, model)}
-    found = {name: one if is_walked(one) else Shadow(one, ()) for name, one in named.items() if name in averaging}
+    found = {name: one if is_walked(one) else AttributesOf(one, ()) for name, one in named.items() if name in averaging}
     return found | {name: one for name, one in named.items() if is_walked(one)}
 
 

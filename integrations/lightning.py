@@ -14,24 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lastwords.errors import ConfigError
+import lastwords
+from lastwords import AttributesOf, Batches, ConfigError
 from lastwords.integrations import holders, pins
-from lastwords.optim_wrapper.loop.batches import Batches
-from lastwords.optim_wrapper.state.object_walk import Shadow
-from lastwords.optim_wrapper.trainer.protect import protect
 
 VERSIONS = ">=2.6.6,<2.7"
 
@@ -43,6 +31,9 @@ PINNED = {
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultMetric": "c28782aebb05b44c",
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection": "0139dd5a1ec24bf9",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": "57ce17320b267b8e",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata": "",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync": "",
+    "lightning.pytorch.callbacks:WeightAveraging": "",
     "lightning.pytorch.trainer.trainer:Trainer._run": "0c82665b1b1d66f0",
     "lightning.pytorch.trainer.trainer:Trainer._run_stage": "08364f5efc0152e6",
 }
@@ -54,7 +45,7 @@ _WHEN_RESET = ("_first_loop_iter", "_current_fx")
 """Where averages begin anew."""
 
 
-_REBUILDS = (StochasticWeightAveraging, ModelPruning, BatchSizeFinder, LearningRateFinder)
+_REBUILDS = ("StochasticWeightAveraging", "ModelPruning", "BatchSizeFinder", "LearningRateFinder")
 """Callbacks that put other schedulers, parameters or loaders in place while a Trainer trains, or before."""
 
 _protected: list[pl.Trainer] = []
@@ -160,9 +151,9 @@ class _Metrics:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for key, one in saved["averaged"].items():
-            meta = _Metadata(**one["meta"])
-            meta.sync = _Sync(fn=self._trainer.strategy.reduce, **one["sync"])
-            self._results[key] = metric = _ResultMetric(meta, is_tensor=True)
+            meta = result._Metadata(**one["meta"])
+            meta.sync = result._Sync(fn=self._trainer.strategy.reduce, **one["sync"])
+            self._results[key] = metric = result._ResultMetric(meta, is_tensor=True)
             vars(metric).update(one["values"])
         for name in _METRICS.values():
             setattr(self._connector, name, {**saved[name]})
@@ -227,11 +218,11 @@ class LastWords(pl.Callback):
         schedulers = {f"scheduler {place}": one.scheduler for place, one in enumerate(strategy.lr_scheduler_configs)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         held: list[Any] = [one for one in trainer.callbacks if one is not self]
-        timers = [one for one in held if isinstance(one, Timer)]
+        timers = [one for one in held if isinstance(one, pl.callbacks.Timer)]
         self._loops, self._timers = _Loops(trainer), _OwnTimers(timers)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        of_data = {} if data is None else {type(data).__name__: Shadow(data, _not_counted(data))}
-        self._tft = protect(
+        of_data = {} if data is None else {type(data).__name__: AttributesOf(data, _not_counted(data))}
+        self._tft = lastwords.protect(
             self._path,
             model=strategy.model,
             optimizer=strategy.optimizers,
@@ -339,7 +330,8 @@ def _derived(trainer: Any) -> list[Any]:
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     save_dir = trainer.default_root_dir if logger.save_dir is None else logger.save_dir
     default = os.path.join(save_dir, str(logger.name), version, "checkpoints")
-    return [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and str(one.dirpath) == default]
+    savers = [one for one in trainer.callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)]
+    return [one for one in savers if str(one.dirpath) == default]
 
 
 def _not_counted(data: Any) -> set[str]:
@@ -352,18 +344,19 @@ def _refuse(trainer: pl.Trainer, again: bool) -> None:
     """ConfigError for what is not known."""
     if again:
         raise ConfigError("fit() was called before: lastwords protects one fit() in a script")
-    if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+    if not isinstance(trainer.strategy, pl.strategies.DDPStrategy | pl.strategies.SingleDeviceStrategy):
         raise ConfigError(
             f"lastwords protects a Trainer with strategy 'ddp', or on one device, and this one has a "
             f"{type(trainer.strategy).__name__}: call lastwords.protect() in a loop of your own"
         )
-    strange = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _REBUILDS)]  # type: ignore[attr-defined]
+    rebuild = tuple(getattr(pl.callbacks, name) for name in _REBUILDS)
+    strange = [type(one).__name__ for one in trainer.callbacks if isinstance(one, rebuild)]  # type: ignore[attr-defined]
     if strange:
         raise ConfigError(
             f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, "
             "which lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
         )
-    averages = any(isinstance(one, WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    averages = any(isinstance(one, pl.callbacks.WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
     if averages and trainer.world_size > 1 and any(True for _ in trainer.lightning_module.buffers()):
         raise ConfigError(
             "WeightAveraging swaps a model and its average for a validation, and lastwords cannot follow buffers that "

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -348,11 +348,12 @@ class ResumePoint:
     drilled: Drilled | None = None
 
 
-def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> ResumePoint | None:
+def peek(path: str | os.PathLike[str], missing_ok: bool | None = None, *, agreed: bool = False) -> ResumePoint | None:
     """Where the run of a checkpoint stands, before any model, loader or process group is made.
 
     path: a checkpoint, or a directory of them (ckpt_save_path), of which the one counts that `resume()` would take.
     Reads the manifest, and sizes and headers of the files; any thread, any process. missing_ok: as in `resume()`.
+    agreed: all ranks of a process group call it, and have what rank 0 finds, or its error.
     `exact` and `reasons` are those of the saved run: what differs here, another torch or number of ranks, only
     `resume()` can say. Raises IncompleteError if there is none, FormatError if it is damaged or only unusable ones are
     there, StorageError if the system does not let it be read, ConfigError if `path` is a file.
@@ -360,6 +361,8 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
     What only `resume()` knows: what is in a fallback_path; and, of a restart by torchrun on several nodes, that it is
     one where this node's torchrun has not restarted its workers (on the others only this job's checkpoints count).
     """
+    if agreed:
+        return _agreed(lambda: peek(path, missing_ok))
     drill = os.environ.get(DRILL)
     root = beside = Path(drill) / CHECKPOINTS if drill else Path(path)
     if root.is_file():
@@ -382,6 +385,23 @@ def peek(path: str | os.PathLike[str], missing_ok: bool | None = None) -> Resume
             raise IncompleteError(found.why, missing=(str(root),))
         raise FormatError(found.why)
     return replace(point_of(found.manifest, root), drilled=drilled_beside(beside, found.manifest.world_size)[0])
+
+
+def _agreed(look: Callable[[], ResumePoint | None]) -> ResumePoint | None:
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return look()
+    found: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            found = [look()]
+        except LastWordsError as error:  # raised on all
+            found = [error]
+    distributed.broadcast_object_list(found, src=0)
+    if isinstance(found[0], LastWordsError):
+        raise found[0]
+    return found[0]  # type: ignore[no-any-return]
 
 
 def drilled_beside(root: Path, world_size: int, data: str = "") -> tuple[Drilled | None, str]:

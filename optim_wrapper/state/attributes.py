@@ -35,7 +35,7 @@ from lastwords.optim_wrapper.state.object_walk import (
     GONE,
     LARGE_ARRAY,
     VALUE_BYTES_MAX,
-    Shadow,
+    AttributesOf,
     Walk,
     own_of,
     variables,
@@ -369,12 +369,11 @@ class Attributes:
         if loader is None or not self._moved:
             return set()
         walk, here = Walk({LOADER: loader}, {}, self.ledger.forgets), self._walk
-        ids = {one.of if type(one) is Shadow else id(one) for one in walk.objects.values()}
         held = {*map(id, walk.containers.values()), *map(id, walk.tensors.values())}
         shared = {
             here.origin(path) for path, one in (*here.containers.items(), *here.tensors.items()) if id(one) in held
         }
-        found = {path for path, one in here.objects.items() if (one.of if type(one) is Shadow else id(one)) in ids}
+        found = here.also_in(walk)
         return {name for name in self._moved if name[0] in found or name in shared}
 
     def _values(self) -> bytes:
@@ -567,7 +566,7 @@ def of_job(
         roots[f"{type(given).__name__} of model"] = given  # `model = DDP(net); model.best = 0.0`
     for number, wrapper in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
-        roots[f"OptTFTWrapper of {name}"] = Shadow(wrapper)
+        roots[f"OptTFTWrapper of {name}"] = AttributesOf(wrapper)
         if zero.stateful(wrapper.inner) is wrapper.inner:
             roots[name] = wrapper.inner
 

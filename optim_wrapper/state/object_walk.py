@@ -76,7 +76,7 @@ _SAMPLES = 16
 _SHARED = "multiprocessing.sharedctypes"
 _DEPTH_MAX = 24
 
-_CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict, set)
+CONTENTS: tuple[Any, ...] = (list, deque, OrderedDict, dict, set)
 _SINGLE: tuple[Any, ...] = (int, float, str, bytes, tuple)
 _BOUND = (types.MethodType, types.BuiltinFunctionType)
 _NO_DATA = (
@@ -87,8 +87,8 @@ _HOOKS = "hooks"
 """Names of attributes that have hooks end in this."""
 
 
-class Shadow:
-    """Has the attributes of an object, and does not keep it alive.
+class AttributesOf:
+    """For `variables=`: the attributes of a library's object are state. It is not kept alive.
 
     without: names that are not looked at; None: those that begin with "_".
     """
@@ -101,7 +101,7 @@ class Shadow:
 
 
 _WALKED = (
-    Shadow, torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset, SobolEngine, types.SimpleNamespace,
+    AttributesOf, torch.nn.Module, Optimizer, DataLoader, Sampler, Dataset, SobolEngine, types.SimpleNamespace,
     argparse.Namespace, LRScheduler, ReduceLROnPlateau, GradScaler, ChainMap, UserDict, UserList,
 )  # fmt: skip
 """Looked into whoever has made the class; of other classes only those of the user's own."""
@@ -115,8 +115,7 @@ _OF_ANY_OPTIMIZER = frozenset(
 """Saved with the optimizer, or set by torch's own schedulers and scalers, which nobody else reads, or made again."""
 
 _NOTHING: Any = [0]
-_OF_ANY_LOADER = frozenset({*vars(DataLoader(_NOTHING)), "_iterator"})
-_PUBLIC_OF_LOADERS = frozenset(key for key in _OF_ANY_LOADER if not key.startswith("_"))
+_OF_ANY_LOADER = frozenset(key for key in (*vars(DataLoader(_NOTHING)), "_iterator") if key.startswith("_"))
 
 _STORE_ATTR = dis.opmap["STORE_ATTR"]
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
@@ -134,8 +133,7 @@ CONTENT = "[]"
 """In an attribute's place: the items of an object whose class is made of a list, a deque or a dict."""
 
 MEMORY, SAME = "memory ", "the same memory"
-"""Begins the kind of the `Place` of a tensor or an array in the memory of another; the kind where it is the same part.
-"""
+"""Begins the kind of the `Place` of a tensor or an array in the memory of another; the kind of the same part of it."""
 
 NAMED_TUPLE = "named tuple"
 """Kind of the `Place` that stands before the items of one: its path is the class's."""
@@ -333,12 +331,16 @@ class Walk:
             self.ended_at = self.ended_at or path
             return ""
         self._paths[id(one)] = path
-        if type(one) is Shadow:
+        if type(one) is AttributesOf:
             self._paths[one.of] = path
         self._origin[path] = self._at
         self.objects[path] = one
         self._queue.append((path, one))
         return path
+
+    def also_in(self, other: Walk) -> set[str]:
+        """Paths of objects that the other one has met, too."""
+        return {path for one, path in self._paths.items() if one in other._paths}
 
     def told(self, value: Any, path: str, depth: int) -> Any:
         """What is told of a value that lies at `path`. It shares nothing that can change but tensors and arrays."""
@@ -396,7 +398,9 @@ class Walk:
         """What a loader calls (a library's object, a method, a `partial`) leads to what it uses."""
         if not (self._values and path.startswith(_LOADERS) and (held := leads_to(value))):
             return told
-        through = types.SimpleNamespace(**held) if type(value) in _NO_DATA else Shadow(value, vars(value).keys() - held)
+        through = (
+            types.SimpleNamespace(**held) if type(value) in _NO_DATA else AttributesOf(value, vars(value).keys() - held)
+        )
         return Place(self._paths.get(id(value)) or self._meet(path, through), _kind(value))
 
     def _code(self, value: Any, path: str, depth: int) -> None:
@@ -732,18 +736,11 @@ def own_of(value: Any) -> Any:
 
 def content_of(one: Any) -> Any:
     """The items of an object that is a list, a deque, a dict or a set too, whatever its class does when it is asked."""
-    for kind in _CONTENTS:
+    for kind in CONTENTS:
         if issubclass(type(one), kind):
             items = kind.items(one) if issubclass(kind, dict) else kind.__iter__(one)
             return list(items) if kind in SEQUENCES else kind(items)
     return GONE
-
-
-def fill(one: Any, content: Any) -> None:
-    """Make these the items of such an object."""
-    kind = next(kind for kind in _CONTENTS if issubclass(type(one), kind))
-    kind.clear(one)
-    (kind.extend if kind in SEQUENCES else kind.update)(one, content)
 
 
 def is_attribute(one: Any, key: str) -> bool:
@@ -755,7 +752,7 @@ def is_attribute(one: Any, key: str) -> bool:
 def attributes_of(one: Any) -> list[str]:
     """Names of the attributes that are looked at."""
     found = _attributes(one, own_of(one))
-    return [*found, CONTENT] if issubclass(type(one), _CONTENTS) else found
+    return [*found, CONTENT] if issubclass(type(one), CONTENTS) else found
 
 
 @functools.cache
@@ -793,7 +790,7 @@ def _attributes(one: Any, own: Iterable[str]) -> list[str]:
     if issubclass(kind, Optimizer):
         return [key for key in own if key not in _OF_ANY_OPTIMIZER and not key.startswith("_optimizer_")]
     if issubclass(kind, DataLoader):
-        return [key for key in own if key in _PUBLIC_OF_LOADERS or key not in _OF_ANY_LOADER]
-    without = one.without if issubclass(kind, Shadow) else ()
+        return [key for key in own if key not in _OF_ANY_LOADER]
+    without = one.without if issubclass(kind, AttributesOf) else ()
     private, left_out = ("_", ()) if without is None else ("__", without)
     return [key for key in own if type(key) is str and not key.startswith(private) and key not in left_out]

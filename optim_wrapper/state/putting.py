@@ -15,6 +15,7 @@ from lastwords.errors import FormatError
 from lastwords.optim_wrapper.state.how_far import WHICH
 from lastwords.optim_wrapper.state.object_walk import (
     CONTENT,
+    CONTENTS,
     DATA_PTR,
     GONE,
     ID,
@@ -23,10 +24,9 @@ from lastwords.optim_wrapper.state.object_walk import (
     NAMED_TUPLE,
     SAME,
     VARIABLES,
-    Shadow,
+    AttributesOf,
     Walk,
     content_of,
-    fill,
     form_of,
     is_attribute,
     own_of,
@@ -69,7 +69,7 @@ class Putting:
             self._lost.append(f"{path}.{key}")
             self.reasons.append(f"{path}.{key} held {self._missing}, which cannot be made again")
         elif key == CONTENT:
-            fill(holder, whole)
+            _fill(holder, whole)
         else:
             here = f"{path}.{key}"
 
@@ -147,7 +147,7 @@ class Putting:
             found = self._walk.objects.get(place.path, self._walk.containers.get(place.path))
             if found is not None and place.kind == ID:
                 return id(found)
-            if type(found) is Shadow and found.of == id(live):
+            if type(found) is AttributesOf and found.of == id(live):
                 return live
             if found is not None and place.kind in (
                 f"{type(found).__module__}.{type(found).__qualname__}",
@@ -191,3 +191,10 @@ def _is_inside(path: str, cell: str) -> bool:
     (True, False, False)
     """
     return path.startswith(cell) and path[len(cell) : len(cell) + 1] in ("", "[", ".")
+
+
+def _fill(one: Any, content: Any) -> None:
+    """Make these the items of an object that is a list, a dict or the like, too."""
+    kind = next(kind for kind in CONTENTS if issubclass(type(one), kind))
+    kind.clear(one)
+    (kind.update if issubclass(kind, dict | set) else kind.extend)(one, content)

@@ -71,7 +71,7 @@ class TFTRegister:
     first step_begin() counts for nothing there: they are put back once more.
     variables: what objects, lists and dicts hold in local variables of the functions that run the loop is state as well
     (see docs/exact-resume.md): as soon as it has changed, it is saved, and put back into the same objects. A dict names
-    the objects of which that holds instead, such as a framework's callbacks.
+    the objects of which that holds instead, such as a framework's callbacks (see `AttributesOf`).
     gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
     several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lastwords.launcher.worker import run
     from lastwords.optim_wrapper.loop.batches import Batches
     from lastwords.optim_wrapper.resume.resume_choice import ResumePoint, peek
+    from lastwords.optim_wrapper.state.object_walk import AttributesOf
     from lastwords.optim_wrapper.trainer.checkpoint_config import CheckpointConfig, ModelCheckpoint
     from lastwords.optim_wrapper.trainer.live_strategy import save_strategy
     from lastwords.optim_wrapper.trainer.protect import protect
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttributesOf",
     "Batches",
     "BusyError",
     "CheckpointConfig",
@@ -104,6 +106,7 @@ _WHERE = {
     "LastWordsReader": "lastwords.integrations.dcp",
     "LoadedWeights": "lastwords.integrations.inference",
     "load_for_inference": "lastwords.integrations.inference",
+    "AttributesOf": "lastwords.optim_wrapper.state.object_walk",
     "Batches": "lastwords.optim_wrapper.loop.batches",
     "OptTFTWrapper": "lastwords.optim_wrapper.wrapper",
     "CheckpointConfig": "lastwords.optim_wrapper.trainer.checkpoint_config",

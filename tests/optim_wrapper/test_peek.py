@@ -30,6 +30,7 @@ from lastwords.optim_wrapper.state import object_walk
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.state.state_view import UnitView
 from tests import golden
+from tests.integration.forked import on_ranks
 from tests.integrations.made import published, saved
 
 
@@ -54,6 +55,25 @@ def test_peek_takes_a_checkpoint_itself_and_needs_no_torch(tmp_path: Path) -> No
     code = "import sys, lastwords; print(lastwords.peek(sys.argv[1]).global_step, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(older)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["7", "False"]
+
+
+@pytest.mark.process
+@pytest.mark.ci
+def test_an_agreed_peek_is_rank_0s_on_all_ranks(tmp_path: Path) -> None:
+    for rank, step in enumerate((7, 9)):
+        saved(tmp_path / str(rank), *trained(), step=step)
+
+    def body(rank: int) -> tuple[int, int, bool]:
+        here, there = (lastwords.peek(tmp_path / str(rank), agreed=agreed) for agreed in (True, False))
+        assert here is not None
+        assert there is not None
+        try:
+            lastwords.peek(tmp_path / ("nowhere" if rank == 0 else "1"), agreed=True)
+        except IncompleteError:
+            return here.global_step, there.global_step, True
+        return here.global_step, there.global_step, False
+
+    assert on_ranks(body, tmp_path, 2) == [(7, 7, True), (7, 9, True)]
 
 
 def test_peek_at_nothing_and_at_damage_is_an_error(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.attributes import Attributes, SavedValues, saved_in
-from lastwords.optim_wrapper.state.object_walk import Shadow
+from lastwords.optim_wrapper.state.object_walk import AttributesOf
 from tests import golden
 from tests.ledgers import told
 
@@ -180,7 +180,7 @@ def test_what_a_variable_held_is_not_kept_alive_behind_the_next_look() -> None:
 def test_objects_that_are_named_instead_are_state_without_what_a_library_sets_in_them() -> None:
     def of(meter: Meter, averaged: nn.Module) -> Attributes:
         meter.averaged = averaged  # type: ignore[attr-defined]
-        held = {"meter": Shadow(meter, {"seen"})}
+        held = {"meter": AttributesOf(meter, {"seen"})}
         return Attributes({}, dict, variables=held, apart={"averaged": averaged})
 
     meter, other, averaged = Meter(), Meter(), nn.Linear(2, 2)
