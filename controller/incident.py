@@ -600,7 +600,8 @@ class Incident(IncidentState):
     def _publish(self) -> None:
         self._context.state = JobStage.PUBLISHING
         self._await_storage()
-        self.saving.start_publish(self.words(), self.causes.ranks)
+        moved = {rank: report.moved for rank, report in self._settled.items() if report.moved}
+        self.saving.start_publish(self.words(), self.causes.ranks, moved)
 
     def _reject(self, problems: tuple[tuple[int, str], ...]) -> None:
         self._context.timers.clear("storage")

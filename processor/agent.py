@@ -18,7 +18,6 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 from lastwords import clock, errors, threads
@@ -46,7 +45,6 @@ from lastwords.vocabulary import (
     Stack,
     Stand,
     Status,
-    WholeCopy,
 )
 
 # What the agent needs of the things around it, and how often it looks at them.
@@ -249,12 +247,12 @@ class Agent:
         hello: Callable[[Stand], Hello],
         saver: SaverSpec,
         departure: Departure,
-        whole_copies: Callable[[], tuple[WholeCopy, ...]] = tuple,
+        settled: Callable[[Settled], Settled] = lambda report: report,
         forsake_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._core, self._hello, self._departure = core, hello, departure
         self.signals: SignalGuard | None = None
-        self._whole_copies, self._forsake_copies = whole_copies, forsake_copies
+        self._settled, self._forsake_copies = settled, forsake_copies
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
         self._phase_word: PhaseWord | None = None
@@ -528,7 +526,7 @@ class Agent:
                 self._goodbye = report
                 self._say_goodbye()
             case events.SendReport(Settled() as report):
-                self.report(replace(report, copies=self._whole_copies()))
+                self.report(self._settled(report))
             case events.SendReport(report):
                 self.report(report)
             case events.SayHello():

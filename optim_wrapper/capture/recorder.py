@@ -445,7 +445,7 @@ class StepRecorder:
 
     def known(self, saved: SavedValues) -> SavedValues:
         """What of it there is before the loop begins."""
-        return saved if self.attributes.knows_loader else saved.before_the_loop
+        return saved if self.attributes.knows_loader() else saved.before_the_loop
 
     def put_back(self, streams: Mapping[str, RegionCopy], saved: SavedValues, *, last: bool) -> None:
         """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
@@ -561,7 +561,7 @@ class StepRecorder:
             if self.source is not None:
                 self.source.follow_files()
         self.attributes.end_step()
-        if look or ends_epoch or self.looks_first:
+        if look or ends_epoch or self.looks_here:
             self.attributes.look(beyond=look)
             states = {"extras": self._extras_now.states, "local_extras": self._local_now.states}
             said = {f"{of}[{name!r}]": one for of, every in states.items() for name, one in every.items()}
@@ -580,9 +580,10 @@ class StepRecorder:
                 self._units.check()
 
     @property
-    def looks_first(self) -> bool:
-        """Whether the step that ended last is one of the first ones, at whose ends all attributes are looked at."""
-        return self._ended_here <= attributes.LOOKS and not self.attributes.is_slow
+    def looks_here(self) -> bool:
+        """Whether the step that ended last is one of those at whose ends all attributes are looked at."""
+        now = self._ended_here <= attributes.LOOKS or not self._ended_here % extras.EVERY
+        return now and not self.attributes.is_slow
 
     def look_again(self, *, expected: bool = False) -> bool:
         """The loop, which ended its step early (`ends_early`), is done with what came after: take the copies once more.
@@ -597,7 +598,7 @@ class StepRecorder:
         if self.source is not None:
             moved += self.source.look_again(self.watch.values.groups(), self._extras_now)
         self.attributes.follow()
-        if of_rank or self.looks_first:  # an evaluation, say, which has moved more than that
+        if of_rank or self.looks_here:  # an evaluation, say, which has moved more than that
             self.attributes.look()
         moved += self.gradients.again()
         self._make_room()

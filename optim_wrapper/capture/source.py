@@ -37,7 +37,7 @@ from lastwords.processor.recurrence import Late, about_to_change
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.sharding.dtensor import local_of
-from lastwords.vocabulary import UNIT_REPLICATED, Phase, Share, Stand, WholeCopy
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Settled, Share, Stand
 
 # Reads device tensors for the writer's thread while the device's other streams may wait for ever.
 #
@@ -230,6 +230,8 @@ class TrainerSource:
             one for view in self._units.views.values() for one in view.names().parameters.values()
         )
         self._snapshot: Snapshot | None = None
+        self._settled: Snapshot | None = None
+        """The snapshot of when a controller was answered last."""
         self._before: Snapshot | None = None
         self._copied: Snapshot | None = None
         self._next_position: Position | None = None
@@ -345,9 +347,13 @@ class TrainerSource:
         own = None if self._copy is None else self._copy.get(share.unit, step)
         return share_of(read_copy(self._files, share.unit, step) if own is None else own, share)
 
-    def whole_copies(self) -> tuple[WholeCopy, ...]:
-        """Those that are in this host's memory now, of any rank. Any thread."""
-        return whole_copies(self._files) if self._copy is not None else ()
+    def settled(self, report: Settled) -> Settled:
+        """With the whole copies in this host's memory, of any rank, and what no copy of this one has. Any thread."""
+        self._settled = self._snapshot
+        with self._reader.aside():
+            moved = self._recorded.attributes.unseen()
+        copies = whole_copies(self._files) if self._copy is not None else ()
+        return replace(report, copies=copies, moved=some(moved))
 
     def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)
@@ -421,12 +427,14 @@ class TrainerSource:
     def _local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
         states = {rank: self._local_state(rank, step) for rank in ranks}
         ended = self._snapshot is not None and self._snapshot.step == step
-        new = [*self._recorded.attributes.unseen(), *(sorted(self._recorded.attributes.moved_since()) if ended else ())]
+        new = sorted(self._recorded.attributes.moved_since()) if ended else []
+        if self._settled is not self._snapshot:  # else each rank has told of its own
+            new += self._recorded.attributes.unseen()
         first = self._recorded.attributes.moved_first(ended=ended)
         for rank, state in states.items():
             missing = new or sorted(first - names_in(state.meta.slot.get("attributes")))
             if missing and state.meta.kind in ((TENTATIVE, COMMITTED) if new else (TENTATIVE,)):
-                why = f"{', '.join(missing[:3])} changed for the first time in step {step}, or after it: not saved"
+                why = f"{some(missing)} changed for the first time in step {step}, or after it: not saved"
                 states[rank] = _doubted(state, why)
         if moved := self._recorded.moved_between(step):
             why = f"{', '.join(moved[:3])} changed after step_end() of step {step}, and the next step had not begun"

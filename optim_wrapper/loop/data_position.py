@@ -67,6 +67,31 @@ PERSISTENT = (
 )
 
 
+STARTED_WORKERS = (
+    "a second loader ({}) has started persistent workers within the loop: a resumed run starts them later, which draws "
+    "a random number then; use persistent_workers=False"
+)
+
+
+def hear_of_workers(hear: Callable[[Any], None]) -> Callable[[], None]:
+    """From now on `hear` is called with each loader that has started persistent workers; returns what ends that."""
+    plain = DataLoader.__iter__
+
+    def iterate(loader: Any) -> Any:
+        new = loader.persistent_workers and vars(loader).get("_iterator") is None
+        iterator = plain(loader)
+        if new and vars(loader).get("_iterator") is not None:
+            hear(loader)
+        return iterator
+
+    def end() -> None:
+        if DataLoader.__iter__ is iterate:
+            DataLoader.__iter__ = plain  # type: ignore[method-assign]
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    return end
+
+
 def len_of(loader: Any) -> int:
     """Batches of an epoch, if it is known."""
     try:

@@ -66,7 +66,7 @@ SLOW_S = 0.05
 _SLOW_LOOKS = 2
 
 LOOKS = 16
-"""So many first steps are looked at, each of them; later ones now and then."""
+"""So many first steps are looked at, each of them; later ones every 64th."""
 
 CONSTANTS_MAX, _WINDOW = 256, 64
 """Digests are kept of so many attributes with tensors, and made of so many bytes here and there of a large one."""
@@ -171,10 +171,10 @@ class Attributes:
         """The loop draws its batches from this one."""
         self._roots[LOADER] = loader
 
-    @property
-    def knows_loader(self) -> bool:
-        """Whether anything of the loader is known."""
-        return self._roots.get(LOADER) is not None
+    def knows_loader(self, loader: Any = None) -> bool:
+        """Whether anything of the loader is known; or whether it is this one."""
+        known = self._roots.get(LOADER)
+        return known is not None if loader is None else known is loader
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -124,7 +124,7 @@ class Protection:
             ),
             saver=SaverSpec(rank, agreement.job, tuple(config.roots), source),
             departure=self._departure,
-            whole_copies=source.whole_copies,
+            settled=source.settled,
             forsake_copies=source.forsake_copies,
         )
         self._asked_to_stop = lambda: core.asked_to_stop

@@ -25,6 +25,7 @@ from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_count
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.data_digest import data_digest
+from lastwords.optim_wrapper.loop.data_position import STARTED_WORKERS, hear_of_workers
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.facts import settings
 from lastwords.optim_wrapper.resume.resume import Resumed
@@ -101,6 +102,7 @@ class Run:
         self.steps: Steps | None = None
         """The loop, unless it is the user's own."""
         self.begun = False
+        self._unhear: Callable[[], None] = lambda: None
         self.schedule = NO_SCHEDULE
         """When periodic checkpoints are due."""
 
@@ -169,7 +171,7 @@ class Run:
 
     def loader_values(self, *, look: bool = False) -> str:
         """What moves of the loader, as of now. look: also what has moved since the last look."""
-        return self.recorder.attributes.of_loader(look=look or self.recorder.looks_first)
+        return self.recorder.attributes.of_loader(look=look or self.recorder.looks_here)
 
     def loader_as_of(self, values: str) -> Callable[[], None]:
         """Make the loader what it was then; what makes it what it is now."""
@@ -199,7 +201,7 @@ class Run:
                 self.recorder.loop.passes.when_other = own_loop.passes_differ
             if self.resumed is not None and self.resumed.regions:
                 of_loader = self.resumed.at_step.of_the_loader.generators
-                known = self.recorder.attributes.knows_loader
+                known = self.recorder.attributes.knows_loader()
                 self.recorder.ledger.tell(*own_loop.left_to_the_loop({} if known else of_loader))
                 self.not_exact(
                     *(f"{name} is not what it was: there was no such object in resume()" for name in self._missing)
@@ -246,6 +248,11 @@ class Run:
 
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
         """All ranks begin; zeros where nobody knows how many steps there are."""
+        self._unhear = hear_of_workers(self._started_workers)
+
+    def _started_workers(self, loader: Any) -> None:
+        if not self.recorder.attributes.knows_loader(loader):
+            self.not_exact(STARTED_WORKERS.format(type(loader.dataset).__name__))
 
     # ------------------------------------------------------------------ StepEvents
 
@@ -293,6 +300,7 @@ class Run:
 
     def stop(self) -> None:
         """The loop is over on this rank: wait until it is over on all of them."""
+        self._unhear()
         self.recorder.close()
 
     def fail(self, error: BaseException) -> None:
@@ -393,6 +401,7 @@ class ProtectedRun(Run):
                 "checkpoint; give each a directory of its own"
             )
         self.recorder.attributes.loop_begins()
+        super()._open_loop(steps_per_epoch, epochs)
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
@@ -492,6 +501,7 @@ class ProtectedRun(Run):
         self._excepthook.uninstall()
         for wrapper in self._optimizers:
             wrapper.detach()
+        self._unhear()
         self.recorder.close()
         self.buckets.close()
 

@@ -140,11 +140,17 @@ class JobDriver:
             self.hear(Status(rank, GENERATION, computing(step)))
 
     def settle(
-        self, rank: int, stand: Stand, incident: int = 1, sequence: int = 0, copies: tuple[WholeCopy, ...] = ()
+        self,
+        rank: int,
+        stand: Stand,
+        incident: int = 1,
+        sequence: int = 0,
+        copies: tuple[WholeCopy, ...] = (),
+        moved: str = "",
     ) -> list[Effect]:
         """A Settled, newer than those before unless a sequence is given."""
         self._sequence += 1
-        return self.hear(Settled(rank, GENERATION, incident, sequence or self._sequence, stand, copies))
+        return self.hear(Settled(rank, GENERATION, incident, sequence or self._sequence, stand, copies, moved))
 
     def kill(self, rank: int, source: DeathSource = DeathSource.ROBUST_MUTEX) -> list[Effect]:
         """The host watch speaks."""

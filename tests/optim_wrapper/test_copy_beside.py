@@ -22,7 +22,7 @@ from lastwords.processor.box_layout import HeldFiles
 from lastwords.processor.recurrence import Recurrence
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies, read_copy
-from lastwords.vocabulary import UNIT_REPLICATED
+from lastwords.vocabulary import UNIT_REPLICATED, Phase, Settled, Stand
 
 WEIGHT = f"unit/{UNIT_REPLICATED}/model/0.weight"
 
@@ -202,7 +202,8 @@ def test_where_only_some_steps_are_copied_what_the_rank_had_for_itself_is_in_the
         loop.train()
         streams[loop.step] = torch.get_rng_state()
     loop.recorder.finish_copy()
-    assert {one.step for one in loop.source.whole_copies()} == {3, 6}
+    settled = loop.source.settled(Settled(0, 1, 1, 1, Stand(Phase.COMPUTING, 9)))
+    assert {one.step for one in settled.copies} == {3, 6}
     for step in (3, 6, 8):
         assert loop.source.position(step) == Position(1, step)
         found = loop.source.local_states([0], step)[0]

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from tests.zoo.loop import WIDTH, WIDTH_IN, WIDTH_OUT, Loop, recipe
 
@@ -328,6 +329,20 @@ class ValidateInner(Loop):
         with torch.no_grad():
             self.values["validation"] = self.bare(torch.ones(4, WIDTH_IN)).sum()
         self.bare.train()
+
+
+@recipe("val_persistent", "validation by a loader whose workers stay, and dropout", "fwd@6 end@6",
+        {"all": "started persistent workers within the loop"}, mixes=False)  # fmt: skip
+class ValidatePersistent(Loop):
+    epochs = 3
+
+    def setup(self) -> None:
+        super().setup()
+        self.validation = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+
+    def epoch_end(self) -> None:
+        super().epoch_end()
+        self.values["validated"] = sum(int(one) for one in self.validation)
 
 
 class Checkpointed(Loop):

@@ -294,6 +294,28 @@ class StatefulAttribute(Loop):
         return [*super().blocks(), Remembering()]
 
 
+class Scale(nn.Module):
+    by = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+@recipe("late_attr", "an attribute moves for the first time in step 20, on one rank, which neither dies nor writes",
+        "fwd@22 end@22", {"all": ".by changed for the first time"}, mixes=False)  # fmt: skip
+class LateAttribute(Loop):
+    ranks, epochs, per_epoch = 3, 1, 24
+
+    def blocks(self) -> list[nn.Module]:
+        self.scale = Scale()
+        return [*super().blocks(), self.scale]
+
+    def after_update(self) -> None:
+        super().after_update()
+        if (self.step, self.rank) == (20, 1):
+            self.scale.by = 2.0
+
+
 class Scaling(nn.Module):
     """Multiplies by the numbers that an iterator gives, one for each forward pass."""
 
