@@ -283,3 +283,19 @@ def test_an_error_in_one_rank_s_constructor_is_told_to_the_ranks_that_wait_for_i
     waiting, wrong = on_ranks(body, tmp_path, 2)
     assert wrong.startswith("verify_every must be a number of steps")
     assert waiting == f"another rank cannot start: rank 1: {wrong}"
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> str:
+        model = torch.nn.Linear(2, 2)
+        optimizer = lastwords.OptTFTWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            lastwords.TFTRegister(0, "127.0.0.1", 0, str(tmp_path / "ckpt"), model=model, optimizer=optimizer,
+                                  copy=rank == 1).start()  # fmt: skip
+        except lastwords.ConfigError as error:
+            return str(error)
+        return "started"
+
+    first, second = on_ranks(body, tmp_path, 2)
+    why = "the ranks were registered with different settings: copy: False on rank 0, True on rank 1"
+    assert (first, second) == (f"another rank cannot start: rank 1: {why}", why)
