@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,12 +47,6 @@ _ZERO = np.zeros(1, np.int64)
 """Goes where the room between two regions is, which has to be the same in all copies."""
 
 Form = tuple[torch.Size, torch.dtype]
-
-
-class Table(Protocol):
-    """Where a tensor is found under a key: a dict, or what looks it up."""
-
-    def get(self, key: Any, /) -> Any: ...
 
 
 def region_dtype(dtype: torch.dtype) -> str | None:
@@ -101,7 +95,7 @@ class BoxTensor:
         self,
         region: str,
         what: str,
-        table: Table,
+        table: Any,
         key: Any,
         *,
         waits: bool = False,

@@ -7,12 +7,13 @@ lets a peer update, `committed` at the step's end, `epoch_start` when an epoch b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.errors import ConfigError, MismatchError
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, default_streams
@@ -119,19 +120,6 @@ def _first_differentiable(output: Any) -> torch.Tensor | None:
     return None
 
 
-class Capture(Protocol):
-    """A part of the rank-local state. `refresh` comes before each copy is begun, `capture` while it is open."""
-
-    @property
-    def regions(self) -> tuple[RegionSpec, ...]: ...
-
-    def bind(self, box: BlackBox) -> None: ...
-
-    def refresh(self) -> None: ...
-
-    def capture(self, slot: int) -> None: ...
-
-
 class RngCapture:
     """The random number streams that every process has: python, numpy, torch, the accelerator.
 
@@ -208,6 +196,10 @@ class RngCapture:
                 except MismatchError as error:
                     reasons.append(str(error))
         return tuple(reasons)
+
+
+Capture = RngCapture | BoxTensors
+"""A part of the rank-local state. `refresh` comes before each copy is begun, `capture` while it is open."""
 
 
 class BoxRecorder:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,11 @@ from lastwords.checkpoint.part import LocalState, UnitState, share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named, some
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
-from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
-from lastwords.optim_wrapper.capture.state_watch import Lent, StateWatch
+from lastwords.optim_wrapper.capture.state_watch import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
-from lastwords.optim_wrapper.state.attributes import Attributes, names_in
-from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
+from lastwords.optim_wrapper.state.attributes import names_in
+from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, ExtrasSnapshot
 from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ, plain_part
-from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, bytes_of, staged_bytes
 from lastwords.processor.box_layout import BoxReader, HeldFiles, SlotCopy, SlotKind
 from lastwords.processor.recurrence import Late, about_to_change
@@ -38,6 +36,9 @@ from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.sharding.dtensor import local_of
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Settled, Share, Stand
+
+if TYPE_CHECKING:
+    from lastwords.optim_wrapper.capture.recorder import StepRecorder
 
 # Reads device tensors for the writer's thread while the device's other streams may wait for ever.
 #
@@ -164,38 +165,6 @@ class Snapshot(NamedTuple):
     trained: tuple[Sequence[torch.Tensor], Sequence[bool]] = (), ()
 
 
-class Recorded(Protocol):
-    """What a rank's training thread has recorded. Writer's thread, while no step is computed."""
-
-    @property
-    def units(self) -> RankUnits: ...
-
-    @property
-    def extras(self) -> Extras: ...
-
-    @property
-    def watch(self) -> StateWatch | None:
-        """It has copies of what something else than the optimizer writes, and knows what has changed besides."""
-
-    @property
-    def attributes(self) -> Attributes: ...
-
-    @property
-    def gradients(self) -> CarriedGradients:
-        """Says why copies of a step, that has ended or not, may lack gradients that the next one goes on with."""
-
-    def buffers_at(self, step: int) -> tuple[frozenset[str], Mapping[str, str]]:
-        """Names of the buffers that are in no unit at a step, and why others are not what they were then."""
-
-    def ends_epoch(self, position: Position | None) -> bool | None: ...
-
-    def drawn_since(self, step: int) -> str:
-        """The random stream that has moved on this rank since the tentative copy of a step that has not ended."""
-
-    def moved_between(self, step: int) -> list[str]:
-        """What has moved since the end of a step, where the loop says when the next one begins, and has not yet."""
-
-
 class TrainerSource:
     """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
 
@@ -206,7 +175,7 @@ class TrainerSource:
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: StepRecorder,
         box_path: Callable[[int], Path],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,
@@ -258,7 +227,7 @@ class TrainerSource:
             stand = Stand(Phase.COMPUTING, snapshot.step)
             states = {unit: self._live(unit, snapshot.step, stand, None) for unit in self._units.names}
             watch = self._watch
-            if watch is not None and watch.lasting is not self._lasting:
+            if watch.lasting is not self._lasting:
                 self._lasting = watch.lasting
                 self._later = {unit_tensor_name(unit, *name) for unit in states for name in self._lasting}
             lasting = self._lasting
@@ -267,7 +236,7 @@ class TrainerSource:
                 local = self._local_state(self._copy.rank, snapshot.step)
                 known = {**self._copied_at, snapshot.step: (snapshot.position, snapshot.late)}
                 self._copied_at = {step: known[step] for step in sorted(known)[-FILES:]}
-            unmoved = lambda: watch is None or watch.is_still(lasting)  # noqa: E731
+            unmoved = lambda: watch.is_still(lasting)  # noqa: E731
             self._copy.begin(snapshot.step, states, self._later, unmoved, local)
 
     def follow_files(self) -> None:
@@ -299,7 +268,7 @@ class TrainerSource:
         self.end_copy()  # of the first end, before anything of it is looked at anew
         snapshot = self._snapshot
         assert snapshot is not None, "a step has ended"
-        moved = [] if self._watch is None else self._watch.again(snapshot.step)
+        moved = self._watch.again(snapshot.step)
         if groups_differ(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
@@ -370,9 +339,8 @@ class TrainerSource:
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
             trained = {id(one): flag for one, flag in zip(*snapshot.trained, strict=True)}
-            if watch is not None:
-                copies = watch.copies_at(step)
-            if watch is not None and stage is not None:  # None: it ends now
+            copies = watch.copies_at(step)
+            if stage is not None:  # None: it ends now
                 moved_names = watch.copied
                 if snapshot is self._snapshot:
                     moved_names, lent, of_state = watch.moved_since(step)
@@ -385,9 +353,8 @@ class TrainerSource:
             ends_epoch = self._recorded.ends_epoch(self.position(step))
             extras, found = self._extras.after_update(before, late, ends_epoch)
             of_extras = _cut_off(step, found)
-            if watch is not None:
-                missing = self._recorded.gradients.doubts(ended=False) if stand.phase is Phase.UPDATED else []
-                of_state = _cut_off(step, watch.cut_off(ends_epoch), missing)
+            missing = self._recorded.gradients.doubts(ended=False) if stand.phase is Phase.UPDATED else []
+            of_state = _cut_off(step, watch.cut_off(ends_epoch), missing)
         else:
             held = "nothing" if snapshot is None else f"step {snapshot.step}"
             raise IncompleteError(f"step {step} was asked for, but this rank holds {held} ({stand})")
@@ -489,7 +456,7 @@ class TrainerSource:
             return None
         late, ends_epoch = snapshot.late.copy(), self._recorded.ends_epoch(self.position(step))
         moved = self._extras.after_update(snapshot.extras, late, ends_epoch)[0].moved
-        written = () if self._watch is None else self._watch.moved_late()
+        written = self._watch.moved_late()
         often = {name: late[name].often if name in late else 0 for name in written}  # as before: more may have been due
         late.happened({**moved, **often}, late.steps + 1, ends_epoch)
         return late

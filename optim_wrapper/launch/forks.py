@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import Any
 
-
-class Forkable(Protocol):
-    """Something that has threads or shared memory."""
-
-    def leave_to_parent(self) -> None:
-        """In the child, after a fork: let go of what is the parent's. Takes no lock, since its holder may be gone."""
-        ...
-
-
-_living: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
 _inherited: list[object] = []
 
 
-def watch(thing: Forkable) -> None:
-    """Call `thing.leave_to_parent()` in every child that is forked from now on."""
+def watch(thing: Any) -> None:
+    """Call `thing.leave_to_parent()` in every child that is forked from now on: it lets go of what is the parent's.
+
+    It takes no lock, since the lock's holder may be gone.
+    """
     _living.add(thing)
 
 

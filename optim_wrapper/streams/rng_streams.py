@@ -24,7 +24,7 @@ import logging
 import random
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,23 +52,6 @@ _TORCH_TAIL = slice(_TORCH_WORDS.stop, _TORCH_WORDS.stop + 40)
 _NO_NORMALS = bytes(40)
 _TORCH_OBJECT_BYTES = 2624
 """Of torch 2.13's generator; an older one may be a few bytes smaller, which lie in the same block of memory."""
-
-
-class Stream(Protocol):
-    """One stream. `into` prepares a capture into fixed memory: calling what it returns takes the state.
-
-    `problem` is "" or says why the newest capture is not the stream's state.
-    """
-
-    @property
-    def region(self) -> RegionSpec: ...
-
-    @property
-    def problem(self) -> str: ...
-
-    def into(self, target: memoryview) -> Callable[[], None]: ...
-
-    def restore(self, data: bytes | bytearray | memoryview) -> None: ...
 
 
 class PythonStream:
@@ -231,6 +214,13 @@ class DeviceStream:
     def restore(self, data: bytes | bytearray | memoryview) -> None:
         """Put the stream back."""
         self._module.set_rng_state(_bytes_tensor(_sized(self.region, data)), self._device)
+
+
+Stream = PythonStream | NumpyStream | TorchStream | DeviceStream
+"""`into` prepares a capture into fixed memory: calling what it returns takes the state.
+
+`problem` is "" or says why the newest capture is not the stream's state.
+"""
 
 
 def accelerator_devices() -> tuple[torch.device, ...]:

@@ -47,6 +47,7 @@ class Net(nn.Module):
 
 def recorded(units: RankUnits, extras: Extras, watch: StateWatch | None = None) -> Any:
     """What a recorder knows and these tests are not about."""
+    watch = watch or StateWatch(next(iter(units.views.values())), frozenset, lambda name: False)
     return SimpleNamespace(
         units=units, extras=extras, watch=watch, attributes=Attributes({}, dict),
         gradients=SimpleNamespace(doubts=lambda *, ended: []), buffers_at=lambda step: (frozenset(), {}),
