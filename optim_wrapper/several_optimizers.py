@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 from lastwords.optim_wrapper.wrapper import StepHooks
 
 
@@ -21,7 +24,9 @@ class SeveralOptimizers:
 
     def hooks(self, number: int) -> StepHooks:
         """What the optimizer with this number is attached to."""
-        return _OneOfThem(self, number)
+        return SimpleNamespace(
+            begin_update=self.begin_update, end_update=partial(self.end_update, number), tear_update=self.tear_update
+        )
 
     def begin_update(self) -> None:
         """An optimizer is about to write; only the first one of a step begins the update."""
@@ -51,17 +56,3 @@ class SeveralOptimizers:
     def _end(self) -> None:
         self._inside = False
         self._around.end_update()
-
-
-class _OneOfThem:
-    """`StepHooks` of one optimizer among several."""
-
-    def __init__(self, several: SeveralOptimizers, number: int) -> None:
-        self._several = several
-        self._number = number
-        self.begin_update = several.begin_update
-        self.tear_update = several.tear_update
-
-    def end_update(self) -> None:
-        """This optimizer has written everything."""
-        self._several.end_update(self._number)

@@ -124,6 +124,23 @@ class StepHooks(Protocol):
         """The optimizer raised while it wrote; the error goes on to the caller afterwards."""
 
 
+class _Inners:
+    """An attribute of the inner optimizer; what is set before there is one passes by."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self if wrapper is None else getattr(wrapper._inner, self._name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        if "_inner" in wrapper.__dict__:
+            setattr(wrapper._inner, self._name, value)
+
+    def __delete__(self, wrapper: Any) -> None:
+        delattr(wrapper._inner, self._name)
+
+
 class OptTFTWrapper(Optimizer):
     """Wraps any `torch.optim.Optimizer`; hand it to schedulers, scalers and loops in the inner one's place.
 
@@ -147,7 +164,7 @@ class OptTFTWrapper(Optimizer):
 
     def _adopt(self, inner: Optimizer) -> None:
         # Optimizer.__init__ makes the hook tables and would make a state and groups of its own; `_inner` is not
-        # set yet, so the setters below and add_param_group let those pass by without touching the inner ones.
+        # set yet, so what is set of `_Inners` and add_param_group let those pass by without touching the inner ones.
         self.__dict__.pop("_inner", None)
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
@@ -182,11 +199,6 @@ class OptTFTWrapper(Optimizer):
         self._hooks = hooks
         if "_optimizer_step_pre_hooks" in self._inner.__dict__:
             self._guard = self._inner.register_step_pre_hook(lambda *_: self._refuse_foreign_step())
-
-    def hear(self, around: Callable[[StepHooks], StepHooks]) -> None:
-        """Report to what `around` makes of the attached hooks."""
-        assert self._hooks is not None, "attach() comes first"
-        self._hooks = around(self._hooks)
 
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""
@@ -374,61 +386,12 @@ class OptTFTWrapper(Optimizer):
 
     # ------------------------------------------------------------------ the Optimizer side, all the inner one's
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's own state object."""
-        return self._inner.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if "_inner" in self.__dict__:
-            self._inner.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's own list of groups."""
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        if "_inner" in self.__dict__:
-            self._inner.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's own defaults."""
-        return self._inner.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        if "_inner" in self.__dict__:
-            self._inner.defaults = value
-
-    @property
-    def grad_scale(self) -> Any:
-        """GradScaler's scale while it steps a fused optimizer; lives on the inner optimizer, which reads it."""
-        return self._inner.grad_scale  # type: ignore[attr-defined]
-
-    @grad_scale.setter
-    def grad_scale(self, value: Any) -> None:
-        self._inner.grad_scale = value  # type: ignore[attr-defined]
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        del self._inner.grad_scale  # type: ignore[attr-defined]
-
-    @property
-    def found_inf(self) -> Any:
-        """GradScaler's verdict while it steps a fused optimizer; lives on the inner optimizer, which reads it."""
-        return self._inner.found_inf  # type: ignore[attr-defined]
-
-    @found_inf.setter
-    def found_inf(self, value: Any) -> None:
-        self._inner.found_inf = value  # type: ignore[attr-defined]
-
-    @found_inf.deleter
-    def found_inf(self) -> None:
-        del self._inner.found_inf  # type: ignore[attr-defined]
+    state: Any = _Inners()
+    param_groups: Any = _Inners()
+    defaults: Any = _Inners()
+    # GradScaler's scale and verdict while it steps a fused optimizer, which reads them.
+    grad_scale: Any = _Inners()
+    found_inf: Any = _Inners()
 
     def __getattr__(self, name: str) -> Any:
         # Only for names that the wrapper does not have: `train`, `consolidate_state_dict`,

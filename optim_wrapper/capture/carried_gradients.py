@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, cast
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -63,28 +65,23 @@ class _Probe:
     def __init__(self, parameters: Iterable[torch.Tensor], *, whole: bool) -> None:
         self.whole = whole
         self._found: dict[int, Habit] = {}
-        self._hooks = [one.register_hook(_GradientLook(one, self._found)) for one in parameters]  # type: ignore[no-untyped-call]
+        self._hooks = [one.register_hook(partial(self._look, one)) for one in parameters]  # type: ignore[no-untyped-call]
 
     @property
     def found(self) -> Habit | None:
         """The worst of all parameters; None if no gradient has come."""
         return max(self._found.values(), default=None)
 
+    def _look(self, parameter: torch.Tensor, _gradient: torch.Tensor) -> None:
+        # Of several backward passes the one counts that found least: others add to what it has begun.
+        key = id(parameter)
+        if self._found.get(key) is not Habit.DROPPED:
+            self._found[key] = min(_held_by(parameter), self._found.get(key, Habit.KEPT))
+
     def remove(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
-
-
-class _GradientLook:
-    def __init__(self, parameter: torch.Tensor, found: dict[int, Habit]) -> None:
-        self._parameter, self._found = parameter, found
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        # Of several backward passes the one counts that found least: others add to what it has begun.
-        key = id(self._parameter)
-        if self._found.get(key) is not Habit.DROPPED:
-            self._found[key] = min(_held_by(self._parameter), self._found.get(key, Habit.KEPT))
 
 
 class Pass:
@@ -108,7 +105,9 @@ class GradientHabit:
         self._always = always
         self.habit = Habit.UNKNOWN
         own = vars(optimizer).get("zero_grad")
-        self._says = type(optimizer).zero_grad is Optimizer.zero_grad and (own is None or stands_in(own))
+        self._says = getattr(type(optimizer), "zero_grad", None) is Optimizer.zero_grad and (
+            own is None or stands_in(own)
+        )
         self._seen: Habit | None = None
         self._smallest: list[torch.Tensor] = []
         self._all: list[torch.Tensor] = []
@@ -317,16 +316,6 @@ BYTES_MAX = 256 << 20
 """Of all gradients together. The black box has room for four copies."""
 
 
-class _Strays:
-    """In the place of an optimizer: the parameters that none has, and that have a gradient."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, list[torch.Tensor]]] = [{"params": []}]
-
-    def zero_grad(self) -> None:
-        """Nobody calls it."""
-
-
 class _Live:
     """Where the gradients are that the next step goes on with, and `ZEROED`: they may be replaced, or dropped."""
 
@@ -371,7 +360,9 @@ class CarriedGradients:
         self._live = _Live()
         self._ordered: list[torch.Tensor] = []  # the parameters that `ZEROED` speaks of
         self._flags = bytearray()
-        self._strays = GradientHabit(cast(Any, _Strays()), self.backward)
+        of_none: Any = SimpleNamespace(param_groups=[{"params": []}])
+        self._strays = GradientHabit(of_none, self.backward)
+        """Of the parameters that no optimizer has, and that have a gradient."""
         self._strays_by_name: dict[str, torch.Tensor] = {}
         self._in_modules: dict[str, torch.Tensor] = {}  # of extras, those that have had a gradient
         self._with_leaves = False  # whether extras had any at the last look

@@ -298,9 +298,11 @@ class StepRecorder:
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
         self._at_gate = False
         self.work = StepWork()
-        self._extras_now: ExtrasSnapshot = self.extras.first()
-        self._local_now: ExtrasSnapshot = self.local_extras.first()
-        self._position: Position | None = None
+        self.extras_now: ExtrasSnapshot = self.extras.first()
+        """As of the last step's end."""
+        self.local_extras_now: ExtrasSnapshot = self.local_extras.first()
+        self.position_under_way: Position | None = None
+        """What the loop calls the step that has begun; None until it says so, in a loop of one's own."""
         self._document = b""  # of the step under way
         self._of_all = b"}"  # a document's end: what has to be alike on all ranks, as of the last step's end
         self.named: Position | None = None
@@ -318,8 +320,8 @@ class StepRecorder:
 
     def agree_units(self, world: WorldLike, prefix: str, declared: Sequence[Unit]) -> RankUnits:
         """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
-        self._units = rank_units.agree(self.view, world, prefix, declared, self.rank_local_buffers())
-        self._units.exclude_buffers(self.rank_local_buffers())
+        self._units = rank_units.agree(self.view, world, prefix, declared, self.buffers.captured)
+        self._units.exclude_buffers(self.buffers.captured)
         self._unchecked = not self._units.pure
         return self._units
 
@@ -360,7 +362,7 @@ class StepRecorder:
         """What of extras and hyperparameters is not what it was when the copies were taken last."""
         moved = [
             name
-            for every, then in ((self.extras, self._extras_now), (self.local_extras, self._local_now))
+            for every, then in ((self.extras, self.extras_now), (self.local_extras, self.local_extras_now))
             for name in every.called(every.again(then, loaders=False)[1])
         ]
         if groups_differ(self.watch.values.groups_ended, copy_groups(self.view.optimizer)):
@@ -370,10 +372,6 @@ class StepRecorder:
     def drawn_early(self) -> str:
         """What has drawn random numbers since the last step's end, in a loop that does so before each step's begin."""
         return self.drawn_since(self._step, SlotKind.COMMITTED) if self.loop.draws else ""
-
-    def rank_local_buffers(self) -> frozenset[str]:
-        """Names of the buffers that go into the black box from now on, and therefore not into the unit."""
-        return self.buffers.captured
 
     def buffers_at(self, step: int) -> tuple[frozenset[str], dict[str, str]]:
         """Names of the buffers that are in no unit of `step`, and why what is saved of some others is not exact."""
@@ -414,8 +412,8 @@ class StepRecorder:
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
         """
         self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
-        self._extras_now = self.extras.first()
-        self._local_now = self.local_extras.first()  # a loader may draw numbers for that
+        self.extras_now = self.extras.first()
+        self.local_extras_now = self.local_extras.first()  # a loader may draw numbers for that
         self.tensors.make_room()
         self.buffers.admit_late()
         self.attributes.begin()
@@ -451,16 +449,6 @@ class StepRecorder:
         """Restore streams and what the loader has; last: the loop goes on from there, so what is missing stays so."""
         self.ledger.tell(*self.attributes.restore(saved), *self.rng.restore(streams))
         self.ledger.tell(*(self.attributes.generators.left_over() if last else ()))
-
-    @property
-    def extras_now(self) -> ExtrasSnapshot:
-        """As of the last step's end."""
-        return self._extras_now
-
-    @property
-    def local_extras_now(self) -> ExtrasSnapshot:
-        """Likewise."""
-        return self._local_now
 
     def streams(self) -> dict[str, bytes]:
         """All random number streams as they are now."""
@@ -519,11 +507,6 @@ class StepRecorder:
         self.after_update.learn(habits.after_update, habits.updates)
         self._say_reasons()
 
-    @property
-    def position_under_way(self) -> Position | None:
-        """What the loop calls the step that has begun; None until it says so, in a loop of one's own."""
-        return self._position
-
     def ends_epoch(self, position: Position | None) -> bool | None:
         """Whether this is the last step of its epoch; None: not known."""
         return position.step == self._steps_per_epoch if position is not None and self._steps_per_epoch else None
@@ -531,11 +514,11 @@ class StepRecorder:
     @property
     def position_at_gate(self) -> Position | None:
         """The newest thing that the loop has said: the name of the step that has begun, or else of the last one."""
-        return self._position or self.named
+        return self.position_under_way or self.named
 
     def under_way(self, position: Position) -> None:
         """The loop calls the next step so."""
-        self._position = position
+        self.position_under_way = position
         self._document = self._document_of(position)
         if self.source is not None:
             self.source.under_way(position)
@@ -548,14 +531,14 @@ class StepRecorder:
         self.finish_copy()
         self.loop.end_step()
         ends_epoch = self.ends_epoch(position)
-        self._extras_now = self.extras.ended(self._extras_now, updated)
+        self.extras_now = self.extras.ended(self.extras_now, updated)
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
         if self.local_extras:
-            self._local_now = self.local_extras.again(self._local_now)[0]
+            self.local_extras_now = self.local_extras.again(self.local_extras_now)[0]
         moved = self._see_what_moves(look=look)
         if updated:  # a loop that skips an update may step its schedulers or not
-            self.after_update.happened({**self._extras_now.moved, **moved}, self.after_update.steps + 1, ends_epoch)
+            self.after_update.happened({**self.extras_now.moved, **moved}, self.after_update.steps + 1, ends_epoch)
         if look or not self._ended_here % extras.EVERY:
             self.extras_by_rank()
             if self.source is not None:
@@ -563,7 +546,7 @@ class StepRecorder:
         self.attributes.end_step()
         if look or ends_epoch or self.looks_here:
             self.attributes.look(beyond=look)
-            states = {"extras": self._extras_now.states, "local_extras": self._local_now.states}
+            states = {"extras": self.extras_now.states, "local_extras": self.local_extras_now.states}
             said = {f"{of}[{name!r}]": one for of, every in states.items() for name, one in every.items()}
             self.attributes.compare_extras({
                 name: one for name, one in said.items() if not isinstance(one, extras.LeftOut)
@@ -576,7 +559,7 @@ class StepRecorder:
             self._units.check_step()
             if self._unchecked:  # the optimizer's state is there since this step
                 self._unchecked = False
-                self._units.exclude_buffers(self.rank_local_buffers())
+                self._units.exclude_buffers(self.buffers.captured)
                 self._units.check()
 
     @property
@@ -592,18 +575,18 @@ class StepRecorder:
         says so itself. True.
         """
         self.ends_early = False
-        self._extras_now, of_all = self.extras.again(self._extras_now, loaders=False)
-        self._local_now, of_rank = self.local_extras.again(self._local_now, loaders=False)
+        self.extras_now, of_all = self.extras.again(self.extras_now, loaders=False)
+        self.local_extras_now, of_rank = self.local_extras.again(self.local_extras_now, loaders=False)
         moved = [*self.extras.called(of_all), *self.local_extras.called(of_rank)]
         if self.source is not None:
-            moved += self.source.look_again(self.watch.values.groups(), self._extras_now)
+            moved += self.source.look_again(self.watch.values.groups(), self.extras_now)
         self.attributes.follow()
         if of_rank or self.looks_here:  # an evaluation, say, which has moved more than that
             self.attributes.look()
         moved += self.gradients.again()
         self._make_room()
         if self._box is not None:
-            local = self._local(self._local_now) if self.local_extras else b""
+            local = self._local(self.local_extras_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
             drawn = self.attributes.generators.drawn()
             own = self.attributes.document()
@@ -626,7 +609,7 @@ class StepRecorder:
 
     def extras_by_rank(self) -> dict[str, int]:
         """Digests of what has to be the same on all ranks; noted, for whoever resumes."""
-        states = {name: one for name, one in self._extras_now.states.items() if self.extras.are_users(name)}
+        states = {name: one for name, one in self.extras_now.states.items() if self.extras.are_users(name)}
         found = extras.digests(states, {name: self.extra_buffers.of(name) for name in states})
         self._digests = of_extras(self._ended_here, extras.by_extra(found, states))
         return found
@@ -645,11 +628,11 @@ class StepRecorder:
 
     def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
         ahead, names_steps = self._needs_epoch_start, self.names_steps
-        if position is not None and position == self._position:
+        if position is not None and position == self.position_under_way:
             ended = self._document
         else:
             ended = begin(position, self.named, names_steps, ahead=ahead, ends_epoch=ends_epoch)
-        self._step, self._position = step, None
+        self._step, self.position_under_way = step, None
         self.uncopied = self._hook is not None
         self.named = position or self.named
         # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
@@ -657,7 +640,7 @@ class StepRecorder:
         self.watch.mark_end(step)
         self._of_all = self._said_of_all()
         if self._box is not None:
-            local = self._local(self._local_now) if self.local_extras else b""
+            local = self._local(self.local_extras_now) if self.local_extras else b""
             own = self._attributes_ended = self.attributes.document()
             early = begun(None) if self.ends_early else b""
             early += b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
@@ -668,7 +651,7 @@ class StepRecorder:
             if tentative is not None and not self._late_named:
                 late = attributes.differing(self._attributes_then, own)
                 if tentative[1] != local:
-                    late = what_differs(self.local_extras, tentative[0], self._local_now)
+                    late = what_differs(self.local_extras, tentative[0], self.local_extras_now)
                 if late:
                     self._moves_late(late)
             self._attributes_then = b""
@@ -677,7 +660,7 @@ class StepRecorder:
             seen = self.after_update.copy()
             ended_groups = self.watch.values.groups_ended
             trained = self.watch.trained_ended
-            self.source.committed(Snapshot(step, position, ended_groups, self._extras_now, seen, trained))
+            self.source.committed(Snapshot(step, position, ended_groups, self.extras_now, seen, trained))
 
     def _moves_late(self, which: str) -> None:
         """Say so, once. From then on it may come in any step: to look in each would cost too much."""
@@ -705,7 +688,7 @@ class StepRecorder:
         if self._box is not None and not self._paused:
             self.finish_copy()
             self.ends_early = self.uncopied = False  # the next step is under way, whether or not the loop has said so
-            extras = self.local_extras.again(self._local_now)[0]
+            extras = self.local_extras.again(self.local_extras_now)[0]
             local = self._local(extras) if self.local_extras else b""
             self._tentative_local = extras, local
             looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
@@ -716,7 +699,7 @@ class StepRecorder:
                 self.gradients.backward.under_way = True
                 if self.gradients.looks_in_backward:
                     self.gradients.in_backward()
-            said = self._document or self._document_of(self._position)
+            said = self._document or self._document_of(self.position_under_way)
             self._box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
 
     def finish_copy(self) -> None:

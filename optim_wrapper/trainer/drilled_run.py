@@ -48,7 +48,6 @@ from lastwords.optim_wrapper.state.state_view import buffers_in
 from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of, staged_bytes
 from lastwords.optim_wrapper.trainer.checkpoint_config import checked_schedule
 from lastwords.optim_wrapper.trainer.run import ProtectedRun
-from lastwords.optim_wrapper.wrapper import OptTFTWrapper, StepHooks
 from lastwords.processor.departure import flush
 from lastwords.processor.saver import Position
 from lastwords.sharding.dtensor import local_of
@@ -204,7 +203,7 @@ class DrilledRun(ProtectedRun):
 
     def _open_loop(self, steps_per_epoch: int, epochs: int) -> None:
         for number, wrapper in enumerate(self._optimizers):
-            hear_updates(wrapper, functools.partial(self._come_by, UPDATE, f"optimizer {number}"))
+            wrapper.register_step_post_hook(lambda *_, what=f"optimizer {number}": self._come_by(UPDATE, what))
         hear_passes(self.recorder.model, self.recorder.view.model, self._come_by)
         if self._plan.every:
             self.schedule = checked_schedule(self._plan.every, 0.0, None, 0)
@@ -316,24 +315,6 @@ def _flip_bit(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 # ---------------------------------------------------------------------- where a rank comes by
-
-
-class _Heard:
-    """The `StepHooks` of one optimizer, and whoever wants to know that its update is over."""
-
-    def __init__(self, hooks: StepHooks, over: Callable[[], None]) -> None:
-        self._hooks, self._over = hooks, over
-        self.begin_update, self.tear_update = hooks.begin_update, hooks.tear_update
-
-    def end_update(self) -> None:
-        """The optimizer has written everything."""
-        self._hooks.end_update()
-        self._over()
-
-
-def hear_updates(wrapper: OptTFTWrapper, over: Callable[[], None]) -> None:
-    """Call `over` after each update of this optimizer."""
-    wrapper.hear(lambda hooks: _Heard(hooks, over))
 
 
 def hear_passes(called: torch.nn.Module, bare: torch.nn.Module, come_by: Callable[[str, str], None]) -> None:

@@ -17,7 +17,7 @@ import lastwords
 from lastwords.checkpoint.storable import Place
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.drill_plan import DRILL
-from lastwords.optim_wrapper.trainer.drilled_run import _flip_bit, digest, hear_passes, hear_updates, without_paths
+from lastwords.optim_wrapper.trainer.drilled_run import _flip_bit, digest, hear_passes, without_paths
 
 
 def own(value: Any) -> list[Any]:
@@ -77,28 +77,6 @@ def test_a_pass_is_forward_with_gradients_and_evaluation_without_them_or_in_that
 
 def test_of_a_holder_of_networks_the_passes_of_these_count() -> None:
     assert passes_of(nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})) == {"forward": 1, "backward": 1}
-
-
-def test_an_update_is_heard_after_the_rank_has_said_that_it_is_over() -> None:
-    told: list[str] = []
-
-    class Hooks:
-        def begin_update(self) -> None:
-            told.append("begin")
-
-        def end_update(self) -> None:
-            told.append("end")
-
-        def tear_update(self) -> None:
-            told.append("torn")
-
-    weight = nn.Parameter(torch.ones(1))
-    wrapper = lastwords.OptTFTWrapper(torch.optim.SGD([weight], 0.1))
-    wrapper.attach(Hooks())
-    hear_updates(wrapper, lambda: told.append("heard"))
-    weight.sum().backward()
-    wrapper.step()
-    assert told == ["begin", "end", "heard"]
 
 
 def test_the_bit_that_a_self_test_flips_is_one_that_can_be_seen() -> None:
