@@ -124,17 +124,10 @@ class RngCapture:
     """The random number streams that every process has: python, numpy, torch, the accelerator.
 
     devices: accelerator devices to include; None: the current one, if an accelerator is in use.
-    fast=False takes python's and numpy's streams the public way; only for tests.
     """
 
-    def __init__(
-        self,
-        *,
-        devices: Sequence[torch.device] | None = None,
-        fast: bool = True,
-        ledger: Ledger | None = None,
-    ) -> None:
-        self._streams: list[Stream] = default_streams(devices, fast=fast)
+    def __init__(self, *, devices: Sequence[torch.device] | None = None, ledger: Ledger | None = None) -> None:
+        self._streams: list[Stream] = default_streams(devices)
         self._takes: dict[int, list[Callable[[], None]]] = {}
         self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
         self.ledger = ledger or Ledger()

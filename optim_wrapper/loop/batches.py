@@ -154,27 +154,11 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Of the batches that were used; those that are fetched in advance are not."""
-        at = self._resumed or self._now()
-        streams = {"start": at.start, "fetch": at.fetch, "first": at.first}
-        return {
-            "epoch": at.epoch,
-            "used": at.used,
-            "ended": at.ended,
-            "told": dict(at.told),
-            "values": [*at.values],
-            **{name: {key: torch.frombuffer(bytearray(state), dtype=torch.uint8) for key, state in states.items()}
-               for name, states in streams.items()},
-        }  # fmt: skip
+        return (self._resumed or self._now())._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on there."""
-        start, fetch, first = (
-            {key: one.numpy().tobytes() for key, one in state[name].items()} for name in ("start", "fetch", "first")
-        )
-        told = {str(name): int(epoch) for name, epoch in state["told"].items()}
-        of_begin, of_fetch = (str(one) for one in state["values"])
-        at = _At(int(state["epoch"]), int(state["used"]), start, fetch, bool(state["ended"]), told, first)
-        self._resumed = at._replace(values=(of_begin, of_fetch))
+        self._resumed = _At(**state)
 
     def _now(self) -> _At:
         in_hand = self.ahead and not self._at.ended and self._given > 0

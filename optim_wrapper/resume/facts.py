@@ -12,6 +12,7 @@ import torch
 
 from lastwords.checkpoint.meta import RunFacts, differences
 from lastwords.optim_wrapper.ddp.ddp_found import find_ddp, is_compiled
+from lastwords.optim_wrapper.ddp.ddp_order import options_of
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
 
 _OF_LAYOUT = ("ddp", "optimizer", "backend")
@@ -29,7 +30,7 @@ def run_facts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, backend:
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         **settings(),
         compiled=is_compiled(model),
-        ddp=ddp_options(model),
+        ddp=options_of(ddp) if (ddp := find_ddp(model)) else {},
         optimizer=optimizer_options(optimizer),
         backend=backend,
         accelerator=_accelerator(),
@@ -52,24 +53,6 @@ def _accelerator() -> str | None:
         return None
     name, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn
     return f"{name}, CUDA {torch.version.cuda}, cuDNN {cudnn.version()}, benchmark {cudnn.benchmark}"  # type: ignore[no-untyped-call]
-
-
-def ddp_options(model: torch.nn.Module) -> dict[str, Any]:
-    """Constructor options of a DistributedDataParallel model that change its sums; empty for other models."""
-    ddp = find_ddp(model)
-    if ddp is None:
-        return {}
-    return {
-        name: getattr(ddp, name)
-        for name in (
-            "bucket_bytes_cap",
-            "broadcast_buffers",
-            "find_unused_parameters",
-            "gradient_as_bucket_view",
-            "static_graph",
-        )
-        if isinstance(getattr(ddp, name, None), bool | int)
-    }
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

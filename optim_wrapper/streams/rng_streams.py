@@ -60,14 +60,9 @@ class PythonStream:
     region = RegionSpec("rng/python", "U8", (TWISTER_BYTES,), in_epoch=True)
     problem = ""
 
-    def __init__(self, owner: random.Random | None = None, *, fast: bool = True) -> None:
+    def __init__(self, owner: random.Random | None = None) -> None:
         self._owner: random.Random = owner or random.random.__self__  # type: ignore[attr-defined]
-        self._raw = _python_raw(self._owner) if fast else None
-
-    @property
-    def fast(self) -> bool:
-        """Whether the state is copied out of the C object."""
-        return self._raw is not None
+        self._raw = _python_raw(self._owner)
 
     def into(self, target: memoryview) -> Callable[[], None]:
         """A function that takes the state into `target` (TWISTER_BYTES long)."""
@@ -102,15 +97,10 @@ class NumpyStream:
 
     region = RegionSpec("rng/numpy", "U8", (TWISTER_BYTES,), in_epoch=True)
 
-    def __init__(self, owner: np.random.RandomState | None = None, *, fast: bool = True) -> None:
+    def __init__(self, owner: np.random.RandomState | None = None) -> None:
         self._legacy: Any = owner or np.random
-        self._raw = _numpy_raw(owner) if fast else None
+        self._raw = _numpy_raw(owner)
         self.problem = ""
-
-    @property
-    def fast(self) -> bool:
-        """Whether the state is copied out of the C object."""
-        return self._raw is not None
 
     def into(self, target: memoryview) -> Callable[[], None]:
         """A function that takes the state into `target` (TWISTER_BYTES long)."""
@@ -153,15 +143,10 @@ class TorchStream:
 
     problem = ""
 
-    def __init__(self, name: str, generator: torch.Generator, *, fast: bool = True) -> None:
+    def __init__(self, name: str, generator: torch.Generator) -> None:
         self._generator = generator
         self.region = RegionSpec(f"rng/{name}", "U8", (generator.get_state().numel(),), in_epoch=True)
-        self._raw = _torch_raw(generator) if fast else None
-
-    @property
-    def fast(self) -> bool:
-        """Whether the state is copied out of the C++ object."""
-        return self._raw is not None
+        self._raw = _torch_raw(generator)
 
     def into(self, target: memoryview) -> Callable[[], None]:
         """A function that takes the state into `target`."""
@@ -238,10 +223,10 @@ def accelerator_devices() -> tuple[torch.device, ...]:
     return (torch.device(accelerator.type, torch.accelerator.current_device_index()),)
 
 
-def default_streams(devices: Iterable[torch.device] | None = None, *, fast: bool = True) -> list[Stream]:
+def default_streams(devices: Iterable[torch.device] | None = None) -> list[Stream]:
     """Streams that every process has; `devices` None means the current accelerator device, if one is in use."""
-    streams: list[Stream] = [PythonStream(fast=fast), NumpyStream(fast=fast)]
-    streams.append(TorchStream("torch", torch.default_generator, fast=fast))
+    streams: list[Stream] = [PythonStream(), NumpyStream()]
+    streams.append(TorchStream("torch", torch.default_generator))
     for device in sorted(set(accelerator_devices() if devices is None else devices), key=str):
         if device.type != "cpu":
             streams.append(DeviceStream(device))

@@ -76,16 +76,23 @@ def held(made: BoxRecorder, step: int) -> SlotCopy:
 
 def test_the_fast_way_is_taken_here() -> None:
     # Otherwise the cost of a step is several times the budget on this very platform.
-    assert PythonStream().fast
-    assert NumpyStream().fast
-    assert TorchStream("torch", torch.default_generator).fast
+    assert PythonStream()._raw is not None
+    assert NumpyStream()._raw is not None
+    assert TorchStream("torch", torch.default_generator)._raw is not None
 
 
-@pytest.mark.parametrize("fast", [True, False])
+def public_way() -> RngCapture:
+    with pytest.MonkeyPatch.context() as patched:
+        for raw in ("_python_raw", "_numpy_raw", "_torch_raw"):
+            patched.setattr(rng_streams, raw, lambda _: None)
+        return RngCapture()
+
+
+@pytest.mark.parametrize("way", [RngCapture, public_way])
 @pytest.mark.parametrize("draws_before", range(6))
-def test_all_streams_go_on_exactly_where_they_were_taken(fast: bool, draws_before: int) -> None:
+def test_all_streams_go_on_exactly_where_they_were_taken(way: Callable[[], RngCapture], draws_before: int) -> None:
     # An odd number of Gaussians leaves the second one of a pair in the generator's cache.
-    capture = RngCapture(fast=fast)
+    capture = way()
     random.seed(draws_before)
     np.random.seed(draws_before)
     torch.manual_seed(draws_before)
@@ -117,7 +124,7 @@ def test_a_cached_gaussian_is_part_of_the_state() -> None:
 
 
 def test_the_fast_and_the_public_way_take_the_same_bytes() -> None:
-    fast, public = RngCapture(), RngCapture(fast=False)
+    fast, public = RngCapture(), public_way()
     for seed in range(50):
         random.seed(seed)
         np.random.seed(seed)
@@ -158,9 +165,9 @@ def test_a_platform_whose_objects_look_different_takes_the_public_way(monkeypatc
 
     monkeypatch.setattr(rng_streams, "_memory_of", shuffled)
     monkeypatch.setattr(rng_streams, "memory_at", lambda address, nbytes: memoryview(bytes(nbytes)))
-    assert not PythonStream().fast
-    assert not NumpyStream().fast
-    assert not TorchStream("torch", torch.default_generator).fast
+    assert PythonStream()._raw is None
+    assert NumpyStream()._raw is None
+    assert TorchStream("torch", torch.default_generator)._raw is None
     capture = RngCapture()
     taken = capture.snapshot()
     expected = draw()
@@ -177,11 +184,11 @@ def test_bytes_that_are_not_the_streams_own_are_not_trusted(monkeypatch: pytest.
         "_memory_of",
         lambda thing, nbytes: real(decoy if thing is random.random.__self__ else thing, nbytes),  # type: ignore[attr-defined]
     )
-    assert not PythonStream().fast
+    assert PythonStream()._raw is None
     other = torch.Generator().manual_seed(1)
     address = rng_streams._address
     monkeypatch.setattr(rng_streams, "_address", lambda g: address(other if g is torch.default_generator else g))
-    assert not TorchStream("torch", torch.default_generator).fast
+    assert TorchStream("torch", torch.default_generator)._raw is None
 
 
 def test_a_normal_number_that_torch_keeps_for_the_next_draw_is_part_of_the_state() -> None:
@@ -209,7 +216,7 @@ def test_another_numpy_bit_generator_is_said_and_never_read_as_a_twister() -> No
         taken = capture.snapshot()
         capture.refresh()
         assert told(capture) == ["numpy's global stream is a PCG64; only MT19937 can be captured"]
-        assert not NumpyStream().fast
+        assert NumpyStream()._raw is None
     finally:
         np.random.set_bit_generator(before)
     assert capture.restore(taken) == ("numpy's global stream could not be captured",)
