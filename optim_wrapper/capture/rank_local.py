@@ -64,7 +64,7 @@ class BeforeCollective:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._due = True
-        first = _first_differentiable(output)
+        first = first_differentiable(output)
         if first is None:
             self._once_a_forward()
         else:
@@ -101,7 +101,7 @@ def _reduced_by(ddps: Sequence[DistributedDataParallel], model: torch.nn.Module)
     return all(id(parameter) in reduced for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _first_differentiable(output: Any) -> torch.Tensor | None:
+def first_differentiable(output: Any) -> torch.Tensor | None:
     """Any tensor in a model's output whose gradient will be asked for; tuples, lists, dicts and dataclasses."""
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
@@ -114,7 +114,7 @@ def _first_differentiable(output: Any) -> torch.Tensor | None:
     else:
         return None
     for item in items:
-        found = _first_differentiable(item) if not isinstance(item, str | bytes) else None
+        found = first_differentiable(item) if not isinstance(item, str | bytes) else None
         if found is not None:
             return found
     return None

@@ -339,9 +339,9 @@ class TrainerSource:
         if snapshot is not None and snapshot.step == step:
             groups, extras = snapshot.groups, snapshot.extras
             trained = {id(one): flag for one, flag in zip(*snapshot.trained, strict=True)}
-            copies = watch.copies_at(step)
+            copies = watch.copies.at(step)
             if stage is not None:  # None: it ends now
-                moved_names = watch.copied
+                moved_names = watch.copies.names
                 if snapshot is self._snapshot:
                     moved_names, lent, of_state = watch.moved_since(step)
                     of_state += self._recorded.gradients.doubts(ended=True)

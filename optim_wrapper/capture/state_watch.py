@@ -366,12 +366,11 @@ class StateWatch:
         tensors: BoxTensors | None = None,
         *,
         copies: bool = True,
-        sampled: bool = True,
         late: Late | None = None,
     ) -> None:
         self._view = view
         self._late = Late() if late is None else late
-        self._witness = Witness(lambda: dict(tensors_of(view, captured)), sampled=sampled)
+        self._witness = Witness(lambda: dict(tensors_of(view, captured)))
         self._keep_buffer = keep_buffer
         self._promotes = copies
         self.copies = BoundaryCopies(tensors)
@@ -543,8 +542,8 @@ class StateWatch:
                 self._announced.add(text)
                 _log.warning("%s", text)
 
-    def mark_end(self, step: int, *, digests: bool = False) -> None:
-        """The end of `step`: copies of what is known to move, a mark of the rest. digests: of all bytes, too."""
+    def mark_end(self, step: int) -> None:
+        """The end of `step`: copies of what is known to move, a mark of the rest."""
         newest, self._newest = self._newest, None
         if newest is None or newest[0].look != self._witness.looks or newest[0].round != step % ROUNDS:
             newest = self._witness.mark(step=step), self._witness.checksum(step)
@@ -563,7 +562,7 @@ class StateWatch:
         self._steps += 1
         self._looks_closely = self._steps <= LOOKS or self._steps * 0x9E3779B1 >> 16 & LOOK_EVERY - 1 == 0
         self._digests = {}
-        digests = digests or bool(self.verify_every and step % self.verify_every == 0)
+        digests = self.verify_every and step % self.verify_every == 0
         if digests or self._steps <= FULL_LOOKS:
             trained = {id(one) for group in self._view.optimizer.param_groups for one in group["params"]}
             self._digests = {
@@ -622,15 +621,6 @@ class StateWatch:
         return self._checksums[kind][1:]
 
     # ------------------------------------------------------------------ writer's thread
-
-    def copies_at(self, step: int) -> dict[StateName, memoryview]:
-        """What is to be saved in the live tensors' place at the end of `step`."""
-        return self.copies.at(step)
-
-    @property
-    def copied(self) -> list[StateName]:
-        """What is copied at each step's end."""
-        return self.copies.names
 
     def moved_since(self, step: int) -> tuple[list[StateName], Lent, list[str]]:
         """What is not as it was at the end of `step`, the last one, and was not copied then; and how to save it.

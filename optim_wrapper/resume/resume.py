@@ -59,7 +59,7 @@ from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues, saved
 from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.tensors.overwriting import Overwriting
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named
 from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
 from lastwords.processor.box_layout import RegionCopy
 from lastwords.processor.recurrence import Recurrence
@@ -360,11 +360,11 @@ def _restore_units(
     units = recorder.units
     units.exclude_buffers(rank_local_buffers)
     into: dict[str, Callable[[TensorSpec], memoryview]] = {}
-    plans: list[Reading] = []
     of_extras = entries.get(UNIT_REPLICATED)
     if of_extras is None or of_extras.meta.extras is None:
         raise FormatError(f"{checkpoint.path}: no unit contains the job's extras; use another checkpoint")
     extras = _ExtraTensors(of_extras.meta.extras, of_extras.tensors)
+    plans: list[Reading] = [extras]
     resharding = Resharding(checkpoint, recorder, surveyed) if surveyed is not None else None
     if resharding is None:
         with adopted(recorder.view, [entries[unit].meta for unit in units.views]):
@@ -377,7 +377,6 @@ def _restore_units(
         ]
     for plan in plans:
         into |= dict.fromkeys(plan.tensor_names, plan.into)
-    into |= dict.fromkeys(extras.names, extras.into)
     checkpoint.read_tensors(into, lambda spec: into[spec.name](spec))
     if resharding is not None:
         resharding.read()
@@ -467,10 +466,11 @@ def _changed_elsewhere_only(manifest: Manifest, wanted: frozenset[str]) -> set[s
     return set(wanted & of_ranks) - in_units
 
 
-class _ExtraTensors:
+class _ExtraTensors(Reading):
     """Tensors of the extras, read into memory of their own."""
 
     def __init__(self, meta: ExtrasMeta, specs: tuple[TensorSpec, ...]) -> None:
+        super().__init__()
         nodes: dict[str, Mapping[str, Any]] = {}
         for name, state in meta.states.items():
             nodes |= tensor_nodes(state, f"extras[{name!r}]")
@@ -478,15 +478,7 @@ class _ExtraTensors:
         missing = sorted(nodes.keys() - known.keys())
         if missing:
             raise FormatError(f"the extras name tensors that are not in the file: {', '.join(missing)}")
-        self.specs = {name: known[name] for name in nodes}
-        self._memory = {name: bytearray(spec.nbytes) for name, spec in self.specs.items()}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.specs)
-
-    def into(self, spec: TensorSpec) -> memoryview:
-        return memoryview(self._memory[spec.name])
+        self._targets = {name: torch.empty(known[name].nbytes, dtype=torch.uint8) for name in nodes}
 
     def read(self, node: Tree) -> torch.Tensor:
-        return tensor_over(self._memory[node["tensor"]], dtype_named(node["dtype"]), node["shape"])
+        return self._targets[node["tensor"]].view(dtype_named(node["dtype"])).view(node["shape"])

@@ -75,18 +75,13 @@ def spec_of(name: str, tensor: torch.Tensor, box: ShardBox | None = None) -> Ten
     TensorSpec(name='local/0/x', dtype='U8', shape=(2, 16), global_shape=(2, 16), offsets=(0, 0))
     """
     code = _CODES.get(tensor.dtype)
-    if box is not None or is_shard(tensor):
-        shape, whole, offsets = box_of(tensor, name)
-        if box is not None:
-            whole, offsets = box.global_shape, box.offsets
-        if code is None:
-            size = tensor.element_size()
-            return TensorSpec(name, "U8", (*shape, size), (*whole, size), (*offsets, 0))
-        return TensorSpec(name, code, shape, whole, offsets)
-    shape = tuple(tensor.shape)
-    if code is None:
-        return TensorSpec(name, "U8", (*shape, tensor.element_size()))
-    return TensorSpec(name, code, shape)
+    more = () if code else (tensor.element_size(),)
+    if box is None and not is_shard(tensor):
+        return TensorSpec(name, code or "U8", (*tensor.shape, *more))
+    shape, whole, offsets = box_of(tensor, name)
+    if box is not None:
+        whole, offsets = box.global_shape, box.offsets
+    return TensorSpec(name, code or "U8", (*shape, *more), (*whole, *more), (*offsets, *(0 for _ in more)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

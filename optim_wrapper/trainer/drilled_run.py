@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from lastwords.checkpoint.drill_record import running
 from lastwords.checkpoint.layout import MANIFEST_NAME, checkpoint_dir
 from lastwords.checkpoint.storable import Place, is_storable
 from lastwords.clock import mono_s
+from lastwords.optim_wrapper.capture.rank_local import first_differentiable
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp.ddp_found import is_compiled
 from lastwords.optim_wrapper.launch.drill_plan import (
@@ -348,21 +349,5 @@ def _some(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _hear_way_back(come_by: Callable[[], None], _module: torch.nn.Module, _given: Any, made: Any) -> None:
-    def heard(_gradient: torch.Tensor) -> None:
-        come_by()
-
-    for one in _tensors(made):
-        if one.requires_grad:
-            one.register_hook(heard)  # type: ignore[no-untyped-call]
-            return
-
-
-def _tensors(made: Any) -> Iterator[torch.Tensor]:
-    if isinstance(made, torch.Tensor):
-        yield made
-    else:
-        every: Iterable[Any] = (
-            made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ()
-        )
-        for one in every:
-            yield from _tensors(one)
+    if (one := first_differentiable(made)) is not None:
+        one.register_hook(lambda _gradient: come_by())  # type: ignore[no-untyped-call]

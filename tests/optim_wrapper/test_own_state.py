@@ -215,7 +215,7 @@ class Job:
         plan.commit()
         assert saved.meta.extras is not None
         extras = _ExtraTensors(saved.meta.extras, tuple(specs.values()))
-        for name in extras.names:
+        for name in extras.tensor_names:
             extras.into(specs[name])[:] = contents[name]
         self.recorder.extras.restore(saved.meta.extras, extras.read)
         with BoxReader(box) as reader:
