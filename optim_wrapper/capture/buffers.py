@@ -103,16 +103,10 @@ class Buffers:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        tensors: BoxTensors | None = None,
-        *,
-        small_bytes_max: int = SMALL_BUFFER_BYTES_MAX,
-        called: Callable[[str], str] = str,
+        self, model: torch.nn.Module, tensors: BoxTensors | None = None, *, called: Callable[[str], str] = str
     ) -> None:
         self._model = model
         self._called = called
-        self._small_bytes_max = small_bytes_max
         self.tensors = tensors or BoxTensors()
         self._seen: set[str] = set()
         self.always: frozenset[str] = frozenset()
@@ -135,7 +129,7 @@ class Buffers:
                 continue
             seen.add(id(tensor))
             # Of what was made under torch.inference_mode nobody counts the versions.
-            at_once = (_is_small(module, tensor, self._small_bytes_max) and not late) or tensor.is_inference()
+            at_once = (_is_small(module, tensor) and not late) or tensor.is_inference()
             always |= {name} if at_once else set()
             what, steady = f"the buffer {name!r}", isinstance(module, NormBase)
             self.tensors.add(BoxTensor(PREFIX + name, what, module._buffers, key, waits=not at_once, steady=steady))
@@ -257,7 +251,7 @@ class ExtraBuffers:
                     counted = isinstance(inside, AveragedModel)  # how many were averaged is the same everywhere
                     if tensor is None or counted or key not in saved or unstorable(tensor) or not tensor.numel():
                         continue
-                    if _is_small(inside, tensor, SMALL_BUFFER_BYTES_MAX):
+                    if _is_small(inside, tensor):
                         what = f"extras[{extra!r}][{key!r}]"
                         steady = isinstance(inside, NormBase)
                         region = f"{EXTRA_PREFIX}{extra}/{key}"
@@ -283,5 +277,5 @@ class ExtraBuffers:
         return (f"this rank's own {some(missing, 1)} were not saved, or with a different shape or dtype than here",)
 
 
-def _is_small(module: torch.nn.Module, tensor: torch.Tensor, bytes_max: int) -> bool:
-    return isinstance(module, NormBase) or local_of(tensor).nbytes <= bytes_max
+def _is_small(module: torch.nn.Module, tensor: torch.Tensor) -> bool:
+    return isinstance(module, NormBase) or local_of(tensor).nbytes <= SMALL_BUFFER_BYTES_MAX

@@ -88,9 +88,7 @@ class Pass:
     """Whether a backward pass of the step in hand has begun, and whether its update is over; of all optimizers."""
 
     under_way = False
-
-    def __init__(self, follows_update: Callable[[], bool] = lambda: False) -> None:
-        self.follows_update = follows_update
+    follows_update: Callable[[], bool] = staticmethod(lambda: False)
 
 
 class GradientHabit:

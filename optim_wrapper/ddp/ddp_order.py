@@ -326,7 +326,7 @@ class GradientOrder:
             self._pass_ends()
             self._passes_at_step[step] = len(self._passes)
             if len(self._passes) >= self._passes_wanted:
-                self._detach()
+                self.close()
             elif not self._passes and not ddp.static_graph and step in _EMPTY_LOOKS:
                 self._take_unseen(ddp)
         elif self._buckets is None and self._passes and self._looks_left:
@@ -380,7 +380,7 @@ class GradientOrder:
         if record.step is not None:
             self._passes_at_step = {record.step: len(self._passes)}
         if len(self._passes) >= self._passes_wanted:
-            self._detach()
+            self.close()
 
     # ------------------------------------------------------------------ inside
 
@@ -417,9 +417,6 @@ class GradientOrder:
 
     def close(self) -> None:
         """Nothing is watched any more."""
-        self._detach()
-
-    def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -495,7 +492,7 @@ class GradientOrder:
         buckets = buckets_from_log(ddp)
         if buckets is not None:
             self._passes, self._buckets = [[index for bucket in buckets for index in bucket]], buckets
-            self._detach()
+            self.close()
 
     def _confirm(self, buckets: list[list[int]]) -> None:
         self._take_shared(wait_s=0.0)

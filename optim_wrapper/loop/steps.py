@@ -98,7 +98,7 @@ class Steps:
                 raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
         self._loader: Any = loader
         self._facts = loader_facts(loader)
-        self._epochs = epochs
+        self.epochs = epochs
         self.accumulate = accumulate
         self._events = events
         self._aside = aside
@@ -150,11 +150,6 @@ class Steps:
         return replace(self._at_start, draws=self._draws.seen, world_size=world_size)
 
     @property
-    def epochs(self) -> int:
-        """How many epochs the whole run has."""
-        return self._epochs
-
-    @property
     def steps_per_epoch(self) -> int:
         """Steps in each epoch on this rank; must be the same on all ranks."""
         return -(-self._facts.batches // self.accumulate)
@@ -189,7 +184,7 @@ class Steps:
     def _all(self) -> Generator[tuple[int, int, Any], None, None]:
         resume = self._resume
         opened = False
-        for epoch in range(1 if resume is None else resume.epoch, self._epochs + 1):
+        for epoch in range(1 if resume is None else resume.epoch, self.epochs + 1):
             here = resume if resume is not None and epoch == resume.epoch else None
             if here is not None and not self._has_to_replay(here):
                 if here.restore_step is not None:
@@ -209,7 +204,7 @@ class Steps:
             if here is not None and self._carried is not None:
                 total = batches_done + self._carried.batches
             yield from self._one(epoch, iterator, batches_done, total, told)
-        if resume is not None and resume.epoch > self._epochs and resume.restore_step is not None:
+        if resume is not None and resume.epoch > self.epochs and resume.restore_step is not None:
             resume.restore_step()
 
     def _one(
@@ -224,7 +219,7 @@ class Steps:
                 self.step = step
                 self.under_way = True
                 self.ends_step = False
-                if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self._epochs)):
+                if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self.epochs)):
                     self._not_exact(PERSISTENT)
                 events.under_way(epoch, step)
             draws.asked()
@@ -275,7 +270,7 @@ class Steps:
         # generators even then. With workers that has happened long ago, as they are ahead.
         if self._facts.workers or self._facts.kind is LoaderKind.SEQUENCE:
             return False
-        return self._facts.kind is LoaderKind.INDEXED or (self._data == "refetch" and here.epoch < self._epochs)
+        return self._facts.kind is LoaderKind.INDEXED or (self._data == "refetch" and here.epoch < self.epochs)
 
     def _restore_epoch_start(self, here: ResumeAt) -> None:
         if self._carried is not None and not self._carried.drawn:

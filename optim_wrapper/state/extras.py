@@ -148,11 +148,6 @@ def text(difference: HolderDifference) -> str:
     return f"{difference.tensor}{more} is not the same on all ranks ({ranks}): {REMEDY}"
 
 
-def short(found: Mapping[str, int]) -> str:
-    """One digest of all of them."""
-    return xxhash.xxh3_64(json.dumps(found).encode()).hexdigest()
-
-
 def differing(said: Mapping[int, StepDocument]) -> list[str]:
     """Reasons out of what the black boxes of ranks say: those of one step are compared.
 
@@ -176,10 +171,8 @@ def differing(said: Mapping[int, StepDocument]) -> list[str]:
 
 def by_extra(found: Mapping[str, int], names: Mapping[str, Any]) -> dict[str, str]:
     """One digest of each extra, out of those of its items."""
-    return {
-        name: short({path: digest for path, digest in found.items() if path.startswith(f"extras[{name!r}]")})
-        for name in names
-    }
+    of = {name: {path: one for path, one in found.items() if path.startswith(f"extras[{name!r}]")} for name in names}
+    return {name: xxhash.xxh3_64(json.dumps(items).encode()).hexdigest() for name, items in of.items()}
 
 
 _log = logging.getLogger(__name__)

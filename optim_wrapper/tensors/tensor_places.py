@@ -88,15 +88,15 @@ class PlacesRead:
         count, take = len(self._tensors), self._take
         same = all(map(is_, self._tensors, self._counted))
         objects = [*self._tensors] if same else [*self._tensors, *self._counted]
-        self._objects = _word(np.fromiter(map(id, objects), np.int64, len(objects))) + fields.impl
+        self._objects = word_index(np.fromiter(map(id, objects), np.int64, len(objects))) + fields.impl
         impls = take(self._objects)
         self._impls = impls.tobytes()
-        stand_in = _word(np.array(_UNCOUNTED._cdata, np.int64))
+        stand_in = word_index(np.array(_UNCOUNTED._cdata, np.int64))
         # Swapped with a tensor that has no storage (sparse), or no counter (inference): nobody counts or moves those.
-        storages = _word(
+        storages = word_index(
             np.fromiter((_NOWHERE._cdata if one is None else one._cdata for one in self.held), np.int64, count)
         )
-        of_tensor, of_counted = _word(impls[:count]), _word(impls[len(impls) - count :])
+        of_tensor, of_counted = word_index(impls[:count]), word_index(impls[len(impls) - count :])
         counters = take(of_counted + fields.counter)
         counters = np.where(counters == 0, take(stand_in + fields.counter), counters)
         columns = [
@@ -107,7 +107,7 @@ class PlacesRead:
         found = take(self._fields)
         self._found = found.tobytes()
         self.where = Where(*found.reshape(count, len(columns)).T[:3])
-        self.counters = _word(counters) + fields.version
+        self.counters = word_index(counters) + fields.version
 
     def still(self) -> bool:
         """Whether all of them lie there now. A few microseconds, and a hundredth of one for each tensor.
@@ -179,7 +179,7 @@ def writes_in(content: bytes, count: int) -> Words:
 
 def word_index(addresses: Words) -> Words:
     """Where `PlacesRead.read` finds the word at each address, a multiple of 8."""
-    return _word(addresses)
+    return (addresses >> 3) - 1
 
 
 def byte_index(addresses: Sequence[int]) -> Words:
@@ -199,10 +199,6 @@ _UNCOUNTED = torch.empty(0)
 
 _NOWHERE = _UNCOUNTED.untyped_storage()
 """Stands for the storage of tensors that have none."""
-
-
-def _word(addresses: Words) -> Words:
-    return (addresses >> 3) - 1
 
 
 @functools.cache
@@ -275,5 +271,5 @@ def _proved(fields: _Fields) -> bool:
 
 def _object(address: int, words: int = _LOOKED_AT) -> list[int]:
     """The first words of an object."""
-    found: list[Any] = _memory().take(_word(np.array(address, np.int64)) + np.arange(words)).tolist()
+    found: list[Any] = _memory().take(word_index(np.array(address, np.int64)) + np.arange(words)).tolist()
     return found

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lastwords import threads
-from lastwords.clock import Clock, mono_s
+from lastwords.clock import mono_s
 from lastwords.errors import ConfigError, GateFailedError, LastWordsError, UnavailableError, some
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.processor.saver import Position
@@ -48,13 +48,10 @@ class Gate:
     ranks that are missing are logged. Raises LastWordsError if the group cannot be made.
     """
 
-    def __init__(
-        self, world: World, key: str, *, timeout_s: float, notice_s: float = 60.0, clock: Clock = mono_s
-    ) -> None:
+    def __init__(self, world: World, key: str, *, timeout_s: float, notice_s: float = 60.0) -> None:
         self._world = world
         self._key = key
         self._notice_s = notice_s
-        self._clock = clock
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._values = torch.zeros(4, dtype=torch.int64)
         self._work: Any = None
@@ -140,7 +137,7 @@ class Gate:
         return f"the gate of step {self._step} has failed{who}: {' '.join(str(error).split())[:200]}"
 
     def _look_at_clock(self) -> None:
-        now_s = self._clock()
+        now_s = mono_s()
         if self._looks == _LOOKS_BETWEEN_CLOCKS:
             self._since_mono_s = now_s
         elif not self._noticed and now_s - self._since_mono_s > self._notice_s:

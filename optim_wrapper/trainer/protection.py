@@ -67,7 +67,7 @@ class Protection:
         self._shared = shared
         self._agreement: startup.Agreement | None = None
         self._launcher = reporter()
-        self._departure = Departure(
+        self.departure = Departure(
             world.rank,
             self._recorded_exit,
             self._leave_controller,
@@ -123,7 +123,7 @@ class Protection:
                 rank, agreement.generation, self._world.size, process, self._units, stand, self._shared
             ),
             saver=SaverSpec(rank, agreement.job, tuple(config.roots), source),
-            departure=self._departure,
+            departure=self.departure,
             settled=source.settled,
             forsake_copies=source.forsake_copies,
         )
@@ -173,7 +173,7 @@ class Protection:
             state_path,
             self._ring.when_ended,
             lambda: living_before(self._world.rank, *start, agreement.nonce),
-            lambda: not (self.closed or self._departure.decided),
+            lambda: not (self.closed or self.departure.decided),
             Silence(self._config.processor),
             lambda: core.asks,
             lambda: self._session is not None and self._session.up,
@@ -194,7 +194,7 @@ class Protection:
         if self.closed:
             return
         self._closed = True
-        if self._signals is not None and self._departure.verdict is None:
+        if self._signals is not None and self.departure.verdict is None:
             self._signals.uninstall()
         if self._watch is not None:
             self._watch.leave()
@@ -205,7 +205,7 @@ class Protection:
             self._agent.close()
         if self._life is not None:
             self._life.release()
-        if self._reserved and not self._departure.decided:
+        if self._reserved and not self.departure.decided:
             threads.release(THREADS)
 
     # ------------------------------------------------------------------ what others need
@@ -233,15 +233,6 @@ class Protection:
         assert self._signals is not None
         return self._signals
 
-    def on_leave(self, function: Callable[[], object]) -> None:
-        """Call it before lastwords ends this process."""
-        self._departure.on_leave(function)
-
-    @property
-    def leaving(self) -> bool:
-        """True once this process has to end."""
-        return self._departure.decided
-
     def box_path(self, rank: int) -> Path:
         """Where the black box of a rank of this host is."""
         agreement = self.agreement
@@ -256,9 +247,9 @@ class Protection:
         try:
             box = make(self.box_path(self._world.rank))
         except StorageError:
-            if not self._departure.decided:
+            if not self.departure.decided:
                 raise
-            self._departure.leave()
+            self.departure.leave()
         self.agent.write_stands_to(box)
 
     # ------------------------------------------------------------------ the end
@@ -273,7 +264,7 @@ class Protection:
             return
 
         def ended() -> None:
-            if not (self.closed or self._departure.decided or launcher.dismissed):
+            if not (self.closed or self.departure.decided or launcher.dismissed):
                 say(f"lastwords: rank {self._world.rank}: the launcher has ended; a failure now ends all ranks")
 
         assert self._ring is not None
@@ -319,18 +310,18 @@ class Protection:
         self.agent.raised(one_line(error), not own)
         detach()
         self.close()
-        verdict = self._departure.verdict
-        if verdict and isinstance(error, SystemExit) and error.code in (verdict.code, self._departure.exit_code):
+        verdict = self.departure.verdict
+        if verdict and isinstance(error, SystemExit) and error.code in (verdict.code, self.departure.exit_code):
             return  # what the end of the incident has asked for
-        if self._departure.refused is not None:
+        if self.departure.refused is not None:
             if own:
                 return  # what leaves the loop is the refusal itself, or an earlier error
         elif own and (verdict is None or verdict.is_cause or verdict.code != EXIT_SAVED):
-            return self._departure.leave_to_user(error, exit_code_of(error))
+            return self.departure.leave_to_user(error, exit_code_of(error))
         elif verdict is None or (verdict.is_cause and not self._asked_to_stop()):
-            self._departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
+            self.departure.end_within(UNWIND_S, EXIT_NOT_SAVED if verdict is None else verdict.code)
             traceback.print_exception(error)  # blocks where the reader of stderr has stopped
-        self._departure.leave()
+        self.departure.leave()
 
 
 def refuse_watchdog(environ: Mapping[str, str] = os.environ) -> None:

@@ -366,11 +366,11 @@ class ProtectedRun(Run):
     @property
     def leaving(self) -> bool:
         """Whether an incident ends this process."""
-        return self.protection.leaving
+        return self.protection.departure.decided
 
     def on_leave(self, function: Callable[[], object]) -> None:
         """Call it before an incident ends this process."""
-        self.protection.on_leave(function)
+        self.protection.departure.on_leave(function)
 
     # ------------------------------------------------------------------ the loop
 
@@ -474,7 +474,7 @@ class ProtectedRun(Run):
             _ended_in[self._root] = self.protection.agent.stand.ended_step
         finally:
             self.close()
-        if (launcher := reporter()) is not None and not self.protection.leaving:
+        if (launcher := reporter()) is not None and not self.protection.departure.decided:
             launcher.over()
 
     def fail(self, error: BaseException) -> None:

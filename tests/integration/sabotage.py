@@ -57,7 +57,7 @@ def is_frozen(tft: Any) -> bool:
 
 def is_told(tft: Any) -> bool:
     """Whether this rank knows how the job ends."""
-    return bool(tft._run is not None and tft._run.protection.leaving)
+    return bool(tft._run is not None and tft._run.leaving)
 
 
 def watch_slots(faults: Faults) -> None:

@@ -132,7 +132,7 @@ def test_the_end_of_a_loaders_worker_is_no_ranks_own_failure_where_a_signal_has_
     agent = SimpleNamespace(raised=lambda text, secondary: departs.append(not secondary))
     protection: Any = SimpleNamespace(
         _world=SimpleNamespace(size=1), _asked_to_stop=lambda: asked, _signals=None, agent=agent, close=lambda: None,
-        _departure=departure,
+        departure=departure,
     )  # fmt: skip
     Protection.fail(protection, error, lambda: None)
     assert departs == [own, own]

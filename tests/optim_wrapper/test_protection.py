@@ -53,13 +53,13 @@ def test_signals_are_given_back_when_training_is_over(protection: Any) -> None:
 
 
 def test_signals_are_given_back_when_the_controller_has_refused_this_process(protection: Any) -> None:
-    protection._departure.refuse("port 30051 belongs to another job")
+    protection.departure.refuse("port 30051 belongs to another job")
     protection.close()
     assert protection._signals.uninstalled == 1
 
 
 def test_a_launchers_sigterm_cannot_cut_off_a_process_that_leaves_after_its_last_words(protection: Any) -> None:
-    protection._departure.decide(Verdict(EXIT_SAVED, "lastwords: rank 0: ...", is_cause=False))
+    protection.departure.decide(Verdict(EXIT_SAVED, "lastwords: rank 0: ...", is_cause=False))
     protection.close()
     assert protection._signals.uninstalled == 0
 
@@ -73,9 +73,9 @@ def test_an_echo_keeps_its_traceback_unless_the_cause_is_known(
     protection: Any, causes: tuple[int, ...], asked: bool, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     protection._asked_to_stop = lambda: asked
-    monkeypatch.setattr(protection._departure, "end_within", lambda *_: None)
+    monkeypatch.setattr(protection.departure, "end_within", lambda *_: None)
     order = Exit(1, 1, ExitKind.SAVED, 7, "/c", "a collective failed on rank 0", causes)
-    protection._departure.decide(verdict_of(0, order))
+    protection.departure.decide(verdict_of(0, order))
     raised: list[tuple[str, bool]] = []
     protection._agent = SimpleNamespace(raised=lambda *what: raised.append(what), close=lambda: None)
     protection._world.size = 3
@@ -130,8 +130,8 @@ def test_a_rank_that_finds_the_jobs_directory_gone_leaves_as_it_was_told(
     protection._agreement = Agreement("job", 1, "token", "prefix")
     with pytest.raises(StorageError):
         protection.use_box(make)  # the control: nobody has told it to leave
-    monkeypatch.setattr(protection._departure, "end_within", lambda *_: None)
-    protection._departure.decide(Verdict(EXIT_NOT_SAVED, "lastwords: rank 0: nothing to save", is_cause=False))
+    monkeypatch.setattr(protection.departure, "end_within", lambda *_: None)
+    protection.departure.decide(Verdict(EXIT_NOT_SAVED, "lastwords: rank 0: nothing to save", is_cause=False))
     with pytest.raises(SystemExit) as caught:
         protection.use_box(make)
     assert caught.value.code == EXIT_NOT_SAVED
