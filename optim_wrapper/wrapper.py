@@ -38,6 +38,7 @@ from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import ConfigError, NotAnOptimizerError
 from lastwords.sharding import zero
+from lastwords.sharding.dtensor import local_of
 from lastwords.torch_private import global_step_hooks
 
 # Finding out whether an optimizer writes before it calls its closure (SAM does, LBFGS does not).
@@ -50,7 +51,7 @@ def fingerprint_of(inner: Optimizer) -> list[Any]:
     def add(place: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, torch.Tensor):
             with torch.no_grad():
-                plain = getattr(value, "_local_tensor", value).detach()  # a DTensor's norm would be a collective
+                plain = local_of(value).detach()  # a DTensor's norm would be a collective
                 has_norm = plain.is_complex() or (plain.is_floating_point() and plain.element_size() > 1)
                 norm = plain.norm() if has_norm else plain.double().norm()
             # Writing through `.data` leaves the version as it is, so the norm is looked at too.

@@ -20,7 +20,7 @@ from lastwords.checkpoint.format import TYPE_NAMES
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import memory_at
-from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over
+from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over, version_of
 from lastwords.optim_wrapper.tensors.tensor_places import PlacesRead, TensorPlaces, Words, word_index
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES
@@ -57,11 +57,6 @@ def region_dtype(dtype: torch.dtype) -> str | None:
 def dtype_of(code: str) -> torch.dtype:
     """The inverse of `region_dtype`."""
     return next(dtype for dtype, known in _CODES.items() if known == code)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; -1 if it was made under `torch.inference_mode`, where nobody counts."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def form_of(tensor: torch.Tensor) -> Form:

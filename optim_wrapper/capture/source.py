@@ -289,11 +289,8 @@ class TrainerSource:
     def position(self, step: int) -> Position | None:
         """What the loop calls global step `step`; None if it has not said so yet. Never a guess."""
         snapshot = self._snapshot
-        for known in (snapshot, self._before):
-            if known is not None and known.step == step:
-                return known.position
-        if step in self._copied_at:
-            return self._copied_at[step][0]
+        if (known := self._known_of(step)) is not None:
+            return known[0]
         return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
@@ -423,6 +420,12 @@ class TrainerSource:
 
     # ------------------------------------------------------------------ inside
 
+    def _known_of(self, step: int) -> tuple[Position | None, Late] | None:
+        for known in (self._snapshot, self._before):
+            if known is not None and known.step == step:
+                return known.position, known.late
+        return self._copied_at.get(step)
+
     def _moved_late(self, states: Mapping[int, LocalState], step: int) -> str:
         """What moved in `step` after the tentative copies of it, here or on a rank that has ended it; or nothing."""
         kinds = {rank: state.meta.kind for rank, state in states.items()}
@@ -447,11 +450,8 @@ class TrainerSource:
     def _late_by(self, step: int) -> Late | None:
         """What has moved after updates up to `step`, which may have been cut off; None: nobody knows."""
         snapshot = self._snapshot
-        for known in (snapshot, self._before):
-            if known is not None and known.step == step:
-                return known.late
-        if step in self._copied_at:
-            return self._copied_at[step][1]
+        if (known := self._known_of(step)) is not None:
+            return known[1]
         if snapshot is None or snapshot.step + 1 != step:
             return None
         late, ends_epoch = snapshot.late.copy(), self._recorded.ends_epoch(self.position(step))

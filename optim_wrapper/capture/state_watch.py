@@ -32,7 +32,7 @@ from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_differ, seen
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, overwrite, problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_in, bytes_of, overwrite, problem_of
 from lastwords.processor.black_box import RegionCopy
 from lastwords.processor.recurrence import Forecast, Late
 from lastwords.sharding import zero
@@ -719,7 +719,4 @@ def _swings(optimizer: Optimizer) -> bool:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     """Of all its bytes; of none where it cannot be read now."""
-    if problem_of(tensor):
-        return b""
-    memory = bytes_of(tensor)
-    return xxhash.xxh3_128_digest(staged_bytes(tensor) if memory is None else memory)
+    return b"" if problem_of(tensor) else xxhash.xxh3_128_digest(bytes_in(tensor))

@@ -26,6 +26,7 @@ from lastwords.errors import ConfigError, LastWordsError, StorageError, Unavaila
 from lastwords.optim_wrapper.launch.config import Config
 from lastwords.optim_wrapper.launch.world import World, launch_of, next_prefix
 from lastwords.sharding.agree import STORE_WAIT_S
+from lastwords.sharding.dtensor import local_of
 
 # Whether a checkpoint of this job fits into the directories that it is to be saved in, looked at when it starts.
 
@@ -55,14 +56,7 @@ def checkpoint_bytes(weight_bytes: int, held_bytes: int, optimizers: Iterable[to
 def _kept_bytes(optimizer: torch.optim.Optimizer) -> int:
     copies = _copies(type(getattr(optimizer, "optim", optimizer)).__name__, optimizer.defaults)  # ZeRO's is inside
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return copies * sum(_held_bytes(parameter) for parameter in parameters if parameter.requires_grad)
-
-
-def _held_bytes(parameter: torch.Tensor) -> int:
-    """Of a DTensor only this rank's piece."""
-    with torch.no_grad():
-        piece = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return int(piece.numel()) * piece.element_size()
+    return copies * sum(local_of(parameter).nbytes for parameter in parameters if parameter.requires_grad)
 
 
 def _copies(name: str, defaults: dict[str, Any]) -> int:

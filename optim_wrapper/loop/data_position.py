@@ -146,11 +146,8 @@ def generators(loader: Any) -> dict[str, torch.Generator]:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the sampler which epoch (1-based) begins; samplers count from 0, as in `sampler.set_epoch(epoch - 1)`."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    told: list[Any] = []
-    for target in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), loader):
-        if target is None or any(target is other for other in told):
-            continue
-        told.append(target)
+    every = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None), loader
+    for target in {id(one): one for one in every if one is not None}.values():
         tell = getattr(target, "set_epoch", None)
         if callable(tell):
             tell(epoch - 1)
@@ -296,15 +293,21 @@ def skipping_iterator(loader: Any, facts: LoaderFacts, batches: int) -> Iterator
     if facts.kind is not LoaderKind.INDEXED or not facts.workers or facts.persistent_workers:
         return None
     name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    whole = getattr(loader, name)
-    # A DataLoader refuses this assignment once it is made, as it would not reach an iterator that exists; here it is
-    # in place only while the iterator is being made.
-    loader.__dict__[name] = _Rest(whole, batches)
+    return opened_with(loader, **{name: _Rest(getattr(loader, name), batches)})
+
+
+def opened_with(loader: Any, **attributes: Any) -> Iterator[Any]:
+    """An iterator over a loader that has these attributes only while it is being made.
+
+    A DataLoader refuses such an assignment once it is made, as it would not reach an iterator that exists.
+    """
+    kept = {name: getattr(loader, name) for name in attributes}
+    loader.__dict__.update(attributes)
     try:
         iterator: Iterator[Any] = iter(loader)
         return iterator
     finally:
-        loader.__dict__[name] = whole
+        loader.__dict__.update(kept)
 
 
 class _Rest:

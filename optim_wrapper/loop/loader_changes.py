@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from lastwords.checkpoint.meta import Dealing, EpochBegun, Inputs, LoopFacts, differences
+from lastwords.optim_wrapper.loop.data_position import opened_with
 
 # A data position that does not depend on how many ranks there are: samples of the epoch that all of them have seen.
 #
@@ -91,14 +92,7 @@ class Carried:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the iterator, for its workers
             indices = list(loader.sampler)[self.begun.first :]
         sampler: Any = BatchSampler(indices, loader.batch_size, loader.drop_last)
-        kept = {name: loader.__dict__[name] for name in ("batch_sampler", "persistent_workers")}
-        # As in `skipping_iterator`: in place only while the iterator is being made.
-        loader.__dict__.update(batch_sampler=sampler, persistent_workers=False)
-        try:
-            iterator: Iterator[Any] = iter(loader)
-            return iterator
-        finally:
-            loader.__dict__.update(kept)
+        return opened_with(loader, batch_sampler=sampler, persistent_workers=False)
 
 
 def carry(

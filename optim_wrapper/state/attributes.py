@@ -43,7 +43,7 @@ from lastwords.optim_wrapper.state.object_walk import (
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.putting import Putting, is_of_variables
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes, version_of
 from lastwords.optim_wrapper.tensors.tensor_tree import (
     UNORDERED,
     is_composite,
@@ -677,7 +677,7 @@ def _packed(told: Any, path: str, *, reads_devices: bool = True) -> tuple[Any, i
     away = not reads_devices and any(one.tensor.device.type != "cpu" for one in tensors)
     if nbytes > EACH_BYTES_MAX or away:
         marks = [
-            (str(one.tensor.shape), one.tensor.data_ptr(), _version(one.tensor), _sampled(one.tensor))
+            (str(one.tensor.shape), one.tensor.data_ptr(), version_of(one.tensor), _sampled(one.tensor))
             for one in tensors
         ]
         return [repr(marks), {}], nbytes
@@ -686,10 +686,6 @@ def _packed(told: Any, path: str, *, reads_devices: bool = True) -> tuple[Any, i
         {one.name: [list(one.tensor.shape), pack(bytes(staged_bytes(one.tensor)))] for one in tensors},
     ]
     return packed, nbytes
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _value(stored: StoredValue, where: str) -> Any:

@@ -708,13 +708,6 @@ class _Slots(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __contains__(self, key: object) -> bool:
-        try:
-            self[key]  # type: ignore[index]
-        except KeyError:
-            return False
-        return True
-
 
 def is_walked(value: Any) -> bool:
     """Whether the attributes of this object are looked at."""

@@ -7,7 +7,7 @@ their memory is handed to the writer as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from operator import is_
@@ -202,11 +202,10 @@ class _Known(NamedTuple):
 
 
 class UnitView:
-    """State of `model` and `optimizer` as unit `unit`, or what `members` names of it.
+    """State of `model` and `optimizer` as one unit; see `part`.
 
-    exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. members: None for
-    everything. holders: the ranks that hold the unit, where it is a part; stored with it. forms_only: nothing will be
-    stored, so the model may be on the meta device. names: see `GlobalNames`; all names here are those of the job.
+    exclude_buffers: names of buffers that are rank-local, and therefore not part of the unit. forms_only: nothing will
+    be stored, so the model may be on the meta device. names: see `GlobalNames`; all names here are those of the job.
     The constructor looks at names only and raises ConfigError for what cannot be stored or does not fit together;
     `check` looks at everything that is there by then (optimizer state appears with the first step).
     Methods may be called from any thread while the weights do not change.
@@ -216,11 +215,7 @@ class UnitView:
         self,
         model: torch.nn.Module,
         optimizer: Optimizer,
-        unit: str = UNIT_REPLICATED,
         *,
-        exclude_buffers: Collection[str] = (),
-        members: Members | None = None,
-        holders: tuple[int, ...] = (),
         forms_only: bool = False,
         names: Naming | None = None,
     ) -> None:
@@ -246,10 +241,10 @@ class UnitView:
             )
         zero.refuse_unusable(self.optimizer)
         self.called = GlobalNames(names)
-        self.unit = unit
-        self.exclude_buffers = frozenset(exclude_buffers)
-        self.members = members
-        self.holders = holders
+        self.unit = UNIT_REPLICATED
+        self.exclude_buffers: frozenset[str] = frozenset()
+        self.members: Members | None = None
+        self.holders: tuple[int, ...] = ()
         self._forms_only = forms_only
         self.cut_by_hand: Mapping[str, ShardBox] = {}
         """Plain parameters and buffers that are declared to be parts, by name: which ones."""
@@ -291,7 +286,7 @@ class UnitView:
         return state_of(self.optimizer)
 
     def part(self, unit: str, members: Members | None, holders: tuple[int, ...]) -> UnitView:
-        """A view of some of the same state."""
+        """A view of what `members` names of the same state, or all. holders: the ranks that hold the unit."""
         view: UnitView = object.__new__(UnitView)
         view.__dict__.update(self.__dict__, unit=unit, members=members, holders=holders, _known=None)
         return view

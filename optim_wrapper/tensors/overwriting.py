@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, memory_of, staged_bytes, writing
+from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_in, memory_of, writing
 from lastwords.optim_wrapper.tensors.tensor_tree import DICTS, differ, inner_names, parts_of
 
 
@@ -131,9 +131,5 @@ def _write(here: Any, item: Any) -> None:
 def _alike(one: Any, other: Any) -> bool:
     """Of two of the same type and shape, whether they have the same bytes. They may lie on different devices."""
     if isinstance(one, torch.Tensor):
-        return _bytes(one) == _bytes(other)
+        return bytes_in(one) == bytes_in(other)
     return bool(one.tobytes() == other.tobytes())
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return bytes_of(tensor) or staged_bytes(tensor)

@@ -132,6 +132,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview | None:
     return np.asarray(_TensorMemory(plain)).data
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 if it was made under `torch.inference_mode`, where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def bytes_in(tensor: torch.Tensor) -> memoryview:
+    """The bytes of any tensor that has some, in C order; where possible without a copy."""
+    return bytes_of(tensor) or staged_bytes(tensor)
+
+
 def memory_of(value: Any) -> int:
     """Where the memory begins that a tensor or an array lies in, with all of its views; 0 if there is none."""
     kind = type(value)

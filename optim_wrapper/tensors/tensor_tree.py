@@ -34,12 +34,11 @@ from lastwords.checkpoint.storable import (
 )
 from lastwords.errors import FormatError, MismatchError, UnstorableError
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
-    bytes_of,
+    bytes_in,
     dtype_name,
     dtype_named,
     problem_of,
     refuse_unsupported,
-    staged_bytes,
     tensor_over,
 )
 from lastwords.sharding.dtensor import ShardBox, is_dtensor, local_of, placements_to_json
@@ -133,7 +132,7 @@ def _advance_leaf(before: Any, now: Any) -> tuple[Any, bool]:
     if what := problem_of(local_of(now)):
         raise UnstorableError(f"a tensor {what}", f"a tensor that {what}")
     form = None if before is None else (before.shape, before.dtype, before.device)
-    if form == (now.shape, now.dtype, now.device) and _bytes(before) == _bytes(now):
+    if form == (now.shape, now.dtype, now.device) and bytes_in(before) == bytes_in(now):
         return before, False
     try:
         return now.detach().clone(), True
@@ -170,10 +169,6 @@ def _other_bits(before: Any, now: Any) -> bool:
 def _text(value: Any) -> str:
     """The value as it would be stored. Packed values alone may be equal where 1 is not True, or 0.0 is not -0.0."""
     return json.dumps(pack(value))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return bytes_of(tensor) or staged_bytes(tensor)
 
 
 def put_gradient(parameter: torch.Tensor, data: torch.Tensor) -> None:

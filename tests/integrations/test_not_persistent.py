@@ -32,7 +32,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     members = None
     if request.param == "in a part":
         members = Members(tuple(name for name, _ in model.named_parameters()), ())
-    view = UnitView(model, optimizer, exclude_buffers=SMALL, members=members, holders=(0,) if members else ())
+    view = UnitView(model, optimizer).part("replicated", members, (0,) if members else ())
+    view.exclude_buffers = frozenset(SMALL)
     own = [(spec_of(f"local/0/buffer/{name}", tensor), bytes_of(tensor)) for name, tensor in model.named_buffers()]
     (tmp_path / "saved").mkdir()
     path = published(

@@ -132,9 +132,8 @@ def stages(names: Any = None) -> tuple[list[UnitView], list[UnitTable]]:
 
 
 def part(view: UnitView, table: UnitTable, unit: str, names: Any = None) -> UnitState:
-    return UnitView(
-        view.model, view.optimizer, unit=unit, members=table.mine[unit], names=names, holders=table.units[unit]
-    ).state()
+    whole = UnitView(view.model, view.optimizer, names=names)
+    return whole.part(unit, table.mine[unit], table.units[unit]).state()
 
 
 def as_the_first_calls_it(own: str) -> str:

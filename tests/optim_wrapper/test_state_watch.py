@@ -19,7 +19,6 @@ from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper.capture import state_watch
-from lastwords.optim_wrapper.capture.box_tensors import version_of
 from lastwords.optim_wrapper.capture.buffers import NO_FORMS
 from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -27,6 +26,7 @@ from lastwords.optim_wrapper.capture.state_watch import FULL_LOOKS, BoundaryCopi
 from lastwords.optim_wrapper.capture.witness import ROUNDS, StateName
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume import resume
+from lastwords.optim_wrapper.tensors.tensor_bytes import version_of
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand

@@ -35,7 +35,6 @@ OF_OTHERS = {
     "_exit",  # os
     "_rand",
     "_bit_generator",  # numpy.random
-    "_local_tensor",  # what a DTensor has; only asked whether it is there
 }
 
 
