@@ -46,7 +46,6 @@ class JoinedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The states of all parts."""
         return _JoinedState(self.parts)
 
 

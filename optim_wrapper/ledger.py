@@ -60,5 +60,4 @@ class Ledger:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """All of them."""
         return tuple(self._told)

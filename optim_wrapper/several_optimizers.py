@@ -41,7 +41,6 @@ class SeveralOptimizers:
             self._end()
 
     def tear_update(self) -> None:
-        """An optimizer raised while it wrote."""
         self._inside = False
         self._around.tear_update()
 

@@ -60,7 +60,6 @@ def dtype_of(code: str) -> torch.dtype:
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    """Shape and type."""
     return tensor.shape, tensor.dtype
 
 
@@ -113,7 +112,6 @@ class BoxTensor:
 
     @property
     def name(self) -> str:
-        """Of its region."""
         return self.region.name
 
     @property

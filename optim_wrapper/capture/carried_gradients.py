@@ -79,7 +79,6 @@ class _Probe:
             self._found[key] = min(_held_by(parameter), self._found.get(key, Habit.KEPT))
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
 
@@ -137,7 +136,6 @@ class GradientHabit:
 
     @property
     def looks(self) -> bool:
-        """Whether gradients are looked at."""
         return self._samples is not None
 
     def dropped_as_before(self) -> bool:

@@ -164,7 +164,6 @@ class DeviceCopies:
         self._registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def takes(self, source: object) -> bool:
-        """Whether this source is a tensor that is copied here."""
         return isinstance(source, Staged) and is_seen(local_of(source.tensor))
 
     def mark(self, sources: Sequence[Staged]) -> DeviceMark:

@@ -52,7 +52,6 @@ class BeforeCollective:
                 self._hooks.append(module.register_forward_hook(StayingHook(self._after_forward)))
 
     def remove(self) -> None:
-        """Take the hooks off again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -134,7 +133,6 @@ class RngCapture:
 
     @property
     def regions(self) -> tuple[RegionSpec, ...]:
-        """What each copy needs room for."""
         return tuple(stream.region for stream in self._streams)
 
     def bind(self, box: BlackBox) -> None:

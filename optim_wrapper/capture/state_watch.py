@@ -188,7 +188,6 @@ class BoundaryCopies:
 
     @property
     def names(self) -> list[StateName]:
-        """Names of all."""
         return [*self._live]
 
     @property

@@ -105,7 +105,6 @@ class BucketOrder:
 
     @property
     def reasons(self) -> list[str]:
-        """Why a resume cannot be made exact as far as DDP goes; empty if it can."""
         return list(dict.fromkeys(reason for order in self._orders for reason in order.reasons))
 
     def record(self, step: int | None = None) -> dict[str, Any]:

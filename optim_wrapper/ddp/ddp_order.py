@@ -197,7 +197,6 @@ class OrderBoard:
         return self._found
 
     def close(self) -> None:
-        """Nobody will ask any more."""
         self._over.set()
 
     def _write(self, passes: Passes) -> None:
@@ -416,7 +415,6 @@ class GradientOrder:
             self._hooks.append((self._called or ddp).register_forward_pre_hook(hook))
 
     def close(self) -> None:
-        """Nothing is watched any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

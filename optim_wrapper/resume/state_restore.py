@@ -47,7 +47,6 @@ class Reading:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Names of all tensors to read, as they stand in the file."""
         return list(self._targets)
 
     def into(self, spec: TensorSpec) -> memoryview:

@@ -93,7 +93,6 @@ class SavedValues(NamedTuple):
 
     @property
     def of_the_loader(self) -> SavedValues:
-        """What the loader has."""
         return SavedValues(_part(self.values, of_loader=True), _part(self.generators, of_loader=True))
 
     @property
@@ -329,7 +328,6 @@ class Attributes:
 
     @property
     def moved(self) -> set[str]:
-        """Names of what is state."""
         return {".".join(name) for name in self._moved if name[0] in self._walk.objects}
 
     def document(self, *, look: bool = False) -> bytes:
@@ -610,7 +608,6 @@ def differing(one: bytes, other: bytes) -> str:
 
 
 def names_in(attributes: Any) -> set[str]:
-    """Names of those in a document."""
     return {f"{path}.{key}" for path, keys in (attributes or {}).items() for key in keys}
 
 

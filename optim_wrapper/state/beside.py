@@ -68,7 +68,6 @@ class Beside:
         self._first, self._places = self._marks(look), {*look.objects, *look.places}
 
     def let_go(self, problem: str = "") -> None:
-        """Nothing is looked at any more."""
         self._first, self._problem, self._kept_back = None, problem, None
 
     def compare(self, walk: Walk, extras: Mapping[str, Any], said: Mapping[str, Any]) -> None:

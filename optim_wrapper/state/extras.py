@@ -55,7 +55,6 @@ from lastwords.sharding.verify import HolderDifference
 
 
 def is_scheduler(target: Any) -> bool:
-    """Whether it is a scheduler of torch's kind."""
     return isinstance(target, torch.optim.lr_scheduler.LRScheduler) or callable(getattr(target, "get_last_lr", None))
 
 
@@ -311,14 +310,12 @@ class Extras:
         return name not in self._own
 
     def called(self, names: Iterable[str]) -> list[str]:
-        """What these are called in messages."""
         return [*map(self._called, names)]
 
     def _called(self, name: str) -> str:
         return f"{self._label}[{name!r}]" if self.are_users(name) else name
 
     def modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Those that are modules, such as averaged models."""
         return ((name, one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module))
 
     def objects(self) -> dict[str, Any]:

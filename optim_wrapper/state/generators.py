@@ -82,7 +82,6 @@ class Generators:
         self._unsaved: list[str] = []
 
     def let_go(self) -> None:
-        """The run is over: keep nothing of the user's alive."""
         self._roots, self._leaves, self._passing, self._beyond, self._way = {}, {}, {}, None, ([], {})
         self._walk = Walk({}, {})
 
@@ -92,7 +91,6 @@ class Generators:
 
     @property
     def names(self) -> list[str]:
-        """Their paths."""
         return [*self._leaves]
 
     def begin(self, walk: Walk) -> None:

@@ -48,7 +48,6 @@ class RankUnits:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Units that this rank holds."""
         return tuple(self.views)
 
     def exclude_buffers(self, names: Collection[str]) -> None:

@@ -478,7 +478,6 @@ class UnitView:
         return listed
 
     def let_go(self) -> None:
-        """Keep no list."""
         self._known = None
 
     def _listed_anew(self, groups: int, lent: Mapping[Any, dict[Any, Any] | None]) -> _Listed:

@@ -65,7 +65,6 @@ class PythonStream:
         self._raw = _python_raw(self._owner)
 
     def into(self, target: memoryview) -> Callable[[], None]:
-        """A function that takes the state into `target` (TWISTER_BYTES long)."""
         owner = self._owner
         if self._raw is None:
 
@@ -87,7 +86,6 @@ class PythonStream:
         return copy
 
     def restore(self, data: bytes | bytearray | memoryview) -> None:
-        """Put the stream back."""
         *words, has_gauss, gauss = _TWISTER.unpack(_sized(self.region, data))
         self._owner.setstate((3, tuple(words), gauss if has_gauss else None))
 
@@ -103,7 +101,6 @@ class NumpyStream:
         self.problem = ""
 
     def into(self, target: memoryview) -> Callable[[], None]:
-        """A function that takes the state into `target` (TWISTER_BYTES long)."""
 
         def slow() -> None:
             state = self._legacy.get_state(legacy=False)
@@ -149,7 +146,6 @@ class TorchStream:
         self._raw = _torch_raw(generator)
 
     def into(self, target: memoryview) -> Callable[[], None]:
-        """A function that takes the state into `target`."""
         copy_, get_state = torch.frombuffer(target, dtype=torch.uint8).copy_, self._generator.get_state
 
         def slow() -> None:
@@ -172,7 +168,6 @@ class TorchStream:
         return copy
 
     def restore(self, data: bytes | bytearray | memoryview) -> None:
-        """Put the stream back."""
         self._generator.set_state(_bytes_tensor(_sized(self.region, data)))
 
 
@@ -187,7 +182,6 @@ class DeviceStream:
         self.region = RegionSpec(f"rng/{device}", "U8", (self._module.get_rng_state(device).numel(),), in_epoch=True)
 
     def into(self, target: memoryview) -> Callable[[], None]:
-        """A function that takes the state into `target`."""
         copy_ = torch.frombuffer(target, dtype=torch.uint8).copy_
         get_rng_state, device = self._module.get_rng_state, self._device
 
@@ -197,12 +191,11 @@ class DeviceStream:
         return copy
 
     def restore(self, data: bytes | bytearray | memoryview) -> None:
-        """Put the stream back."""
         self._module.set_rng_state(_bytes_tensor(_sized(self.region, data)), self._device)
 
 
 Stream = PythonStream | NumpyStream | TorchStream | DeviceStream
-"""`into` prepares a capture into fixed memory: calling what it returns takes the state.
+"""`into` prepares a capture into fixed memory, of the region's size: calling what it returns takes the state.
 
 `problem` is "" or says why the newest capture is not the stream's state.
 """

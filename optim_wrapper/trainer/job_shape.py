@@ -66,7 +66,6 @@ class Options:
 
     @property
     def copies_all(self) -> bool:
-        """Whether everything is copied at each step's end."""
         return self.copies_every == 1
 
     def suited_to(self, optimizers: Sequence[OptTFTWrapper]) -> Options:

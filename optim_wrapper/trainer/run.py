@@ -264,7 +264,6 @@ class Run:
         """This step has begun."""
 
     def step_end(self, epoch: int, step: int) -> None:
-        """This step is over."""
         self.end_step(Position(epoch, step))
 
     def round_over(self, epoch: int, step: int) -> None:
@@ -355,7 +354,6 @@ class ProtectedRun(Run):
 
     @property
     def agreement(self) -> Agreement:
-        """Which job this is, as all ranks have agreed."""
         return self.protection.agreement
 
     @property
@@ -365,11 +363,9 @@ class ProtectedRun(Run):
 
     @property
     def leaving(self) -> bool:
-        """Whether an incident ends this process."""
         return self.protection.departure.decided
 
     def on_leave(self, function: Callable[[], object]) -> None:
-        """Call it before an incident ends this process."""
         self.protection.departure.on_leave(function)
 
     # ------------------------------------------------------------------ the loop
@@ -421,7 +417,6 @@ class ProtectedRun(Run):
             self.world.problem_anywhere(f"{self.agreement.prefix}/spoilt", why, SPOILT_S)
 
     def under_way(self, epoch: int, step: int) -> None:
-        """This step has begun."""
         self.recorder.under_way(Position(epoch, step))
 
     def end_step(self, position: Position | None) -> None:
