@@ -27,7 +27,7 @@ from lastwords.checkpoint.meta import StepDocument, StoredValue
 from lastwords.checkpoint.storable import Place, pack, unpack
 from lastwords.errors import FormatError, UnstorableError, some
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state.beside import Beside
+from lastwords.optim_wrapper.state.beside import Beside, marked
 from lastwords.optim_wrapper.state.generators import Generators, SavedGenerators
 from lastwords.optim_wrapper.state.how_far import WHICH
 from lastwords.optim_wrapper.state.object_walk import (
@@ -189,7 +189,7 @@ class Attributes:
     def _marks_of_loader(self) -> dict[_Name, Any]:
         found: dict[_Name, Any] = {}
         with self._guarded():
-            found = self._marks(Walk({LOADER: self._roots.get(LOADER)}, {}, self.ledger.forgets))
+            found = marked(Walk({LOADER: self._roots.get(LOADER)}, {}, self.ledger.forgets).cells, _mark)
         return found
 
     def begin(self) -> None:
@@ -200,7 +200,7 @@ class Attributes:
                 root: {name: id(one) for name, one in held.items()} for root, held in self._held().items()
             }
             self._walk = self._new_walk()
-            self._first = self._marks(self._walk)
+            self._first = marked(self._walk.cells, _mark)
             self.generators.begin(self._walk)
             self._plan()
             if self._walk.ended_at:
@@ -537,12 +537,8 @@ class Attributes:
         """What variables hold, of the functions that run the loop."""
         return variables(self._thread) if self._with_variables else {}
 
-    def _marks(self, walk: Walk) -> dict[_Name, Any]:
-        cells = walk.cells.items()
-        return {name: _mark(cell.told) for name, cell in cells if cell.told is not CODE}
-
     def _moved_in(self, walk: Walk) -> list[_Name]:
-        now = self._marks(walk)
+        now = marked(walk.cells, _mark)
         moved = [name for name, mark in now.items() if self._first.get(name) != mark]
         # An object that is gone is missed by whatever held it.
         there = walk.objects.keys() - walk.odd.keys()

@@ -65,7 +65,7 @@ class Beside:
         look = self._look(walk, saved, extras)
         self._problem = _TOO_SLOW if look.is_late else ""
         self._begun_at = {frame.f_code: frame.f_lasti for frame in look.frames}
-        self._first, self._places = self._marks(look), {*look.objects, *look.places}
+        self._first, self._places = marked(look.cells, self._marks_of), {*look.objects, *look.places}
 
     def let_go(self, problem: str = "") -> None:
         self._first, self._problem, self._kept_back = None, problem, None
@@ -94,7 +94,7 @@ class Beside:
             return [_TOO_SLOW]
         names = [
             ".".join(name)
-            for name, mark in self._marks(look).items()
+            for name, mark in marked(look.cells, self._marks_of).items()
             if name[0] in self._places and not name[0].startswith(_SAVED) and self._first.get(name) != mark
         ]
         names += self._kept_back.names if self._kept_back is not None else ()
@@ -112,14 +112,16 @@ class Beside:
         roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras.values())}
         return _Everything(walk, roots, saved, self._thread, self._begun_at)
 
-    def _marks(self, look: Walk) -> dict[tuple[str, str], Any]:
-        return {name: self._marks_of(cell.told) for name, cell in look.cells.items() if cell.told is not CODE}
-
 
 UNSEEN = "what cannot be looked at"
 """Begins what stands in a name's place."""
 
 _TOO_SLOW = f"{UNSEEN} in {SLOW_S * 1e3:.0f} ms"
+
+
+def marked(cells: Mapping[tuple[str, str], Cell], marks_of: Callable[[Any], Any]) -> dict[tuple[str, str], Any]:
+    """Marks of what these hold, but for code."""
+    return {name: marks_of(cell.told) for name, cell in cells.items() if cell.told is not CODE}
 
 
 class KeptBack:
@@ -131,12 +133,12 @@ class KeptBack:
     def __init__(self, walk: Walk, extras: Mapping[str, Any], marks_of: Callable[[Any], Any]) -> None:
         self._marks_of = marks_of
         self.names: dict[str, None] = {}
-        self._first = self._marks(self._cells(walk, extras))
+        self._first = marked(self._cells(walk, extras), marks_of)
 
     def look(self, walk: Walk, extras: Mapping[str, Any], said: Mapping[str, Any]) -> None:
         """See what has moved by now. said: states of extras; where one is missing, nothing is named."""
         cells = self._cells(walk, {name: one for name, one in extras.items() if name in said})
-        moved = [name for name, mark in self._marks(cells).items() if self._first.get(name) != mark]
+        moved = [name for name, mark in marked(cells, self._marks_of).items() if self._first.get(name) != mark]
         for called, state in said.items():
             inside = [name for name in moved if ".".join(name).startswith(f"{called}.")]
             told = [*_leaves(state)] if inside else []
@@ -150,13 +152,9 @@ class KeptBack:
                 ):
                     self.names[".".join(name)] = None
 
-    def _marks(self, cells: Mapping[tuple[str, str], Cell]) -> dict[tuple[str, str], Any]:
-        return {name: self._marks_of(cell.told) for name, cell in cells.items()}
-
     def _cells(self, walk: Walk, extras: Mapping[str, Any]) -> dict[tuple[str, str], Cell]:
         own = {name: one for name, one in extras.items() if is_users(type(one)) and has(type(one), "state_dict")}
-        found = _OfExtras(walk, own).cells.items() if own else ()
-        return {name: cell for name, cell in found if cell.told is not CODE}
+        return _OfExtras(walk, own).cells if own else {}
 
 
 def _leaves(told: Any) -> Iterator[Any]:
