@@ -42,6 +42,7 @@ from lastwords.launcher.protocol import (
     Dismissed,
     Done,
     FromSupervisor,
+    RankRuns,
     ToSupervisor,
     difference,
     proof_of,
@@ -182,7 +183,7 @@ def _next(link: socket.socket, lines: Lines) -> dict[str, Any]:
 SILENT_S = 10.0
 """Without a word from the scheduler, which says one every `scheduler.BEAT_S`, and before each write."""
 
-_REPEATED = (Guarded, Begun, Over, Leaving)
+_REPEATED = (RankRuns, Guarded, Begun, Over, Leaving)
 
 
 @dataclass(slots=True)

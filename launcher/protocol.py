@@ -7,7 +7,7 @@ holds the connection of one knows best.
     launcher to rank         `ToRank`
     scheduler to supervisor  Challenge first, Rejected or Admission next; then `ToSupervisor`
     supervisor to scheduler  Application first; where its rank runs, Inside next, else Ready; then what happens to the
-                             rank, and Done where its end was that of its training
+                             rank, RankRuns for each process of it, and Done where its end was that of its training
     between hosts            Introduction first, then events up to the head of the job, and effects down
 
 Who differs in PROTOCOL from the other end is refused, with what to do. So the first message of either side, Rejected
@@ -171,6 +171,14 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RankRuns:
+    """From a worker of a cluster: the process of its rank, on its own host."""
+
+    pid: int
+    start_ticks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Dismissed:
     """Nothing is healed any more. failure: why, where a cluster ends before its workers have come to their end."""
 
@@ -241,7 +249,7 @@ OfRank = events.Guarded | events.Begun | events.Updated | events.Over | events.L
 """What a rank itself says of what happens to it."""
 FromRank = OfRank | ControllerWanted | Loaded | RankRaised
 ToRank = ControllerAnswer | Dismissed | Rejected
-FromSupervisor = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | Done
+FromSupervisor = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | RankRuns | Done
 ToSupervisor = events.Enter | events.End | events.Kill | events.Look | Dismissed | Rejected | Done | Beat
 FromHost = OfRank | events.Ready | events.Inside | events.Ended | events.Stopped | events.Lost
 ToHost = events.Enter | events.End | events.Kill | events.Awaited | events.Look | events.Stop

@@ -1,8 +1,9 @@
 """Which process is which rank of a dynamic cluster, pure: applications come in, verdicts go out.
 
 A worker has a name, and a name has a rank for the life of the cluster. A name changes hands only once the process that
-has it is known to be dead, which can be known on the scheduler's own host alone, or has been silent for SILENCE_S: a
-process that only lost its connection for a moment would else be two. docs/cluster.md has the table of verdicts.
+has it and that of its rank are known to be dead, which can be known on the scheduler's own host alone, or it has been
+silent for SILENCE_S: a process that only lost its connection for a moment would else be two. docs/cluster.md has the
+table of verdicts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Worker:
     """Its end is known, or taken for granted."""
     done: bool = False
     """Its rank has come to its end."""
+    forked: Process | None = None
+    """The newest one of its rank that is known; it may outlive `process` for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class Registry:
         return min(free, key=lambda name: self.members[name].rank, default="")
 
     def _is_taken(self, member: Worker, now_s: float, runs: Callable[[Process], bool | None]) -> str | None:
-        """By whom; None if its process is dead, or has been silent for so long."""
+        """By whom; None if its process and that of its rank are dead, or it has been silent for so long."""
         if member.over:
             return None
         process = member.process
@@ -144,7 +147,8 @@ class Registry:
         if member.done:  # by now: `runs` hears what it has said last
             return "a worker that has come to its end"
         if running is False:
-            return None
+            forked = member.forked
+            return f"process {forked.pid} of its rank, which runs" if forked is not None and runs(forked) else None
         who = f"process {process.pid}"
         if running:
             return f"{who}, which runs"

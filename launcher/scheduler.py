@@ -56,6 +56,7 @@ from lastwords.launcher.protocol import (
     Dismissed,
     Done,
     FromSupervisor,
+    RankRuns,
     ToSupervisor,
     application_of,
     difference,
@@ -408,10 +409,10 @@ class Scheduler:
         return process_id.runs(process.pid, process.start_ticks)
 
     def _runs_still(self, process: Process) -> bool | None:
-        """Of a member. One that has ended is heard out first: its last words may have come after this turn's."""
+        """Of a member or its rank. One that has ended is heard out: its last words may have come after this turn's."""
         running = self._runs(process)
         if running is False:
-            rank = next(one.rank for one in self._registry.members.values() if one.process == process)
+            rank = next(one.rank for one in self._registry.members.values() if process in (one.process, one.forked))
             while rank in self._links and self._links[rank].connection.read():
                 pass
         return running
@@ -427,6 +428,9 @@ class Scheduler:
             case Done(entry):
                 self._member(rank).done = True
                 self._done[rank] = entry
+            case RankRuns(pid, ticks):
+                member = self._member(rank)
+                member.forked = dataclasses.replace(member.process, pid=pid, start_ticks=ticks)
             case _:
                 self._report(report)
 

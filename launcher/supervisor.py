@@ -5,6 +5,7 @@ The rank dies with it, and what it says to people is about the rank: its end is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from lastwords.clock import OwnTime, mono_s
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, UnavailableError
 from lastwords.launcher.core import END_S
 from lastwords.launcher.environment import Cluster
 from lastwords.launcher.events import (
@@ -38,7 +39,8 @@ from lastwords.launcher.forks import ForkServer
 from lastwords.launcher.host import Host, Program
 from lastwords.launcher.membership import WorkerMembership
 from lastwords.launcher.processes import RankSeat
-from lastwords.launcher.protocol import Done, ToSupervisor
+from lastwords.launcher.protocol import Done, RankRuns, ToSupervisor
+from lastwords.liveness import process_id
 from lastwords.liveness.parents import take_in_orphans
 from lastwords.processor.departure import EXIT_NOT_SAVED, flush, say
 from lastwords.processor.signals import UNHANDLED_STOPS
@@ -80,6 +82,8 @@ class Supervisor:
     def __init__(self, cluster: Cluster, argv: Sequence[str], selector: selectors.BaseSelector) -> None:
         self._cluster = cluster
         self._selector = selector
+        self._told_pid = 0
+        """The process of its rank that the scheduler knows."""
         self._signal = 0
         """By which this process was asked to end."""
         self._rank_code: int | None = None
@@ -131,9 +135,19 @@ class Supervisor:
     def _tick(self) -> None:
         self._host.tick()
         self._membership.tick()
+        self._tell_process()
         if self._own_time.at(mono_s()) >= self._kill_s:
             self._kill_s = math.inf
             self._host.obey(Kill(self._membership.rank, NOT_ENDED))
+
+    def _tell_process(self) -> None:
+        """Of its rank, which dies with this one, but a moment later."""
+        pid = self._seat.proc.pid
+        if self._runs and pid != self._told_pid:
+            with contextlib.suppress(UnavailableError):  # then the next time
+                if (ticks := process_id.start_ticks(pid)) is not None:
+                    self._told_pid = pid
+                    self._membership.report(RankRuns(pid, ticks))
 
     @property
     def _runs(self) -> bool:

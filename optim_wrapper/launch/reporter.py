@@ -20,7 +20,7 @@ from typing import Any
 from lastwords.errors import ConfigError
 from lastwords.processor.departure import say
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"

@@ -29,6 +29,7 @@ from lastwords.launcher.protocol import (
     Dismissed,
     Done,
     FromSupervisor,
+    RankRuns,
     ToSupervisor,
     read,
     to_message,
@@ -176,13 +177,14 @@ def test_what_happens_to_a_rank_is_said_and_repeated_to_the_next_scheduler(near:
     assert near.said == [Ready(1, -1)]
     stand = near.worker._stand
     near.enters(5)
-    for event in (Guarded(1), Begun(1), Over(1)):
+    said = RankRuns(7, 8), Guarded(1), Begun(1), Over(1)
+    for event in said:
         near.worker.report(event)
-    assert near.said == [Guarded(1), Begun(1), Over(1)]
-    assert stand.repeated() == [Inside(OWN, 5, begun=True, loops=1), Guarded(1), Over(1)]
+    assert near.said == [*said]
+    assert stand.repeated() == [Inside(OWN, 5, begun=True, loops=1), RankRuns(7, 8), Guarded(1), Over(1)]
     near.worker.report(Begun(1))
     near.worker.report(Guarded(1))
-    assert stand.repeated() == [Inside(OWN, 5, begun=True, loops=2), Guarded(1)], "of the second loop"
+    assert stand.repeated() == [Inside(OWN, 5, begun=True, loops=2), RankRuns(7, 8), Guarded(1)], "of the second loop"
     for event in (Leaving(1, 7), Ended(1, 75)):
         near.worker.report(event)
     assert stand.repeated() == [Leaving(1, 7), Ready(OWN, 5)]

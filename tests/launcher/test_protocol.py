@@ -52,6 +52,7 @@ from lastwords.launcher.protocol import (
     Loaded,
     RankHello,
     RankRaised,
+    RankRuns,
     ToRank,
     ToSupervisor,
     difference,
@@ -65,7 +66,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (7, "13b329366eae7b32")
+FORM = (8, "8b54b29c762b214d")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -104,7 +105,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
         Leaving(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
         ControllerWanted(["{}"], {"A": "b"}, "log", 5), RankRaised("ValueError: x", lasting=False), Done(),
-        Loaded(["/train.py"]),
+        Loaded(["/train.py"]), RankRuns(7, 8),
     ],
     ids=repr,
 )  # fmt: skip

@@ -39,10 +39,11 @@ from lastwords.launcher.protocol import (
     Dismissed,
     Done,
     FromSupervisor,
+    RankRuns,
     proof_of,
     to_message,
 )
-from lastwords.launcher.registry import SILENCE_S, Process, Rejected, Worker
+from lastwords.launcher.registry import SILENCE_S, Admitted, Process, Rejected, Worker
 from lastwords.launcher.scheduler import BEAT_S, Scheduler, schedule
 from lastwords.liveness import process_id
 from tests import golden
@@ -725,6 +726,27 @@ def test_a_name_whose_process_has_just_said_that_it_is_done_does_not_change_hand
     assert isinstance(first, Rejected)
     assert isinstance(then, Rejected)
     assert (first.later, then.done) == (True, True)
+
+
+def test_a_name_is_free_once_the_rank_of_a_worker_that_has_ended_has_ended_as_well(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies with its supervisor, but may hang in a file system for long."""
+    links = train(rig, monkeypatch)
+    running = {70}
+    monkeypatch.setattr(process_id, "runs", lambda pid, _: pid in running)
+    send(links[1][0], to_message(RankRuns(70, 9)))
+    another = Applicant("1", rig.scheduler._host, 7, 1, 2, None, "")
+    looks(rig)
+    assert [rig.scheduler._head.core.place(rank) for rank in range(2)] == [RankPlace.ABSENT, RankPlace.RUNNING]
+    refused = rig.scheduler._verdict(another)
+    assert isinstance(refused, Rejected)
+    assert refused.later
+    golden.says(refused.why)
+    running.clear()
+    looks(rig)
+    assert rig.scheduler._head.core.place(1) is RankPlace.ABSENT
+    assert rig.scheduler._verdict(another) == Admitted("1", 1, anew=True)
 
 
 def test_a_worker_of_another_version_is_told_what_to_do_and_the_log_says_it_once(

@@ -338,6 +338,10 @@ def test_a_rank_dies_with_its_supervisor_which_people_start_again(job: Job, capl
     worker = job.start("-m", "lastwords.cli", "worker")
     rank = job.facts(0)["pid"]
     pidfd = os.pidfd_open(rank)
+    (member,) = job.scheduler._registry.members.values()
+    until(lambda: member.forked is not None, "the scheduler knows the process of the rank")
+    assert member.forked is not None
+    assert member.forked.pid == rank
     worker.kill()
     assert select.select([pidfd], [], [], WAIT_S)[0] == [pidfd]
     os.close(pidfd)
