@@ -312,7 +312,7 @@ def _forked(forks: Sequence[Fork], link: socket.socket, plain: Mapping[signal.Si
     try:
         helper = os.fork()
     except OSError as error:
-        send(link, to_message(Forked({}, str(error))))
+        send(link, to_message(Forked({}, str(error), error.errno or 0)))
         return None
     if not helper:
         signal.pthread_sigmask(signal.SIG_BLOCK, plain)
@@ -333,7 +333,7 @@ def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
         try:
             pid = os.fork()
         except OSError as error:
-            send(link, to_message(Forked({}, str(error))))
+            send(link, to_message(Forked({}, str(error), error.errno or 0)))
             break
         if not pid:
             os.setsid()  # whoever ends the fork server's group does not end a rank that the launcher knows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -42,7 +43,8 @@ class ForkServer:
 
     job: what all hosts and generations of the job have in common. preload: modules that are imported before any fork,
     once for the life of the job; path: where those of the script are. made: is told of the ranks that were, with their
-    processes. failed: is told why no process can be forked any more. Thread of the selector; the server dies with it.
+    processes. failed: is told why no process can be forked any more; impossible: why none can, however often that is
+    tried. Thread of the selector; the server dies with it.
     """
 
     def __init__(
@@ -66,10 +68,12 @@ class ForkServer:
         self._left_out: list[str] = []
         self.made: Callable[[Mapping[int, int], str], None] = lambda pids, problem: None
         self.failed: Callable[[str], None] = lambda why: None
+        self.impossible: Callable[[str], None] = lambda why: None
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Connection | None = None
         self._ready = False
         self._wanted: tuple[Fork, ...] = ()
+        self._has_forked = False
         self._deaths = 0
         self._importing = ""
         self._own_time = OwnTime()
@@ -135,10 +139,8 @@ class ForkServer:
             assert self._link is not None
             message = to_message(Forks([*map(as_text, forks)]))
             if (size := len(json.dumps(message))) > LINE_BYTES_MAX:
-                self._wanted = ()
-                return self.failed(
-                    f"environment and arguments of {len(forks)} processes take {size} bytes, more than {LINE_BYTES_MAX}"
-                )
+                what = f"environment and arguments of {len(forks)} processes take {size} bytes"
+                return self._give_up(self.impossible, f"{what}, more than {LINE_BYTES_MAX}")
             self._link.tell(message)
 
     def supervise(self) -> float | None:
@@ -170,9 +172,12 @@ class ForkServer:
                 if problem:
                     return self._is_spoilt(problem, module)
                 self._ask(self._wanted)
-            case Forked(pids, problem):
+            case Forked(pids, problem, number):
                 self._deaths = 0
                 made = {int(rank): pid for rank, pid in pids.items()}
+                self._has_forked = self._has_forked or bool(made)
+                if number == errno.ENOMEM and not self._has_forked:  # as where no memory may be overcommitted
+                    return self._is_spoilt(problem, "")
                 self._wanted = tuple(one for one in self._wanted if one.rank not in made)
                 self.made(made, problem)
             case None:
@@ -182,7 +187,7 @@ class ForkServer:
         """By a module, without which another one is started; or by what all need."""
         self.end()
         if not module:
-            return self.failed(problem)
+            return self._give_up(self.impossible, problem)
         _log.warning("%s cannot be preloaded, and is left to the script: %s", module, problem)
         self._preload.remove(module)
         self._left_out.append(module)
@@ -191,16 +196,18 @@ class ForkServer:
     def _is_gone(self) -> None:
         if self._process is None:
             return
-        kill_group(self._process.pid)  # it may have closed its socket alone
-        code = self._process.wait()
+        process, self._process = self._process, None
+        kill_group(process.pid)  # it may have closed its socket alone
+        code = process.wait()
         module, self._importing = self._importing, ""
         if module:
             return self._is_spoilt(f"the process ends with {code}", module)
         self._deaths = 0 if self._ready and not self._wanted else self._deaths + 1
         self._ready = False
         if self._deaths >= DEATHS_MAX:
-            return self.failed(f"the fork server has ended {self._deaths} times before it has served, with {code}")
-        _log.warning("the fork server (pid %d) has ended with %d; another one is started", self._process.pid, code)
+            why = f"the fork server has ended {self._deaths} times before it has served, with {code}"
+            return self._give_up(self.failed, why)
+        _log.warning("the fork server (pid %d) has ended with %d; another one is started", process.pid, code)
         self._start_again()
 
     def _start_again(self) -> None:
@@ -210,4 +217,8 @@ class ForkServer:
             self.start()
         except OSError as error:
             if not is_shortage(error) or (self._wanted and self._now_s - self._heard_s > SHORT_S):
-                self.failed(f"no fork server can be started: {error}")
+                self._give_up(self.failed, f"no fork server can be started: {error}")
+
+    def _give_up(self, tell: Callable[[str], None], why: str) -> None:
+        self._wanted = ()
+        tell(why)

@@ -232,7 +232,8 @@ class Host:
         self._forks = forks or ForkServer(
             program.python, common, selector, job, program.preload, program.path_of(seats)
         )
-        self._forks.made, self._forks.failed = self._made, self._cannot_fork
+        self._forks.made, self._forks.impossible = self._made, self._cannot_fork
+        self._forks.failed = lambda why: self._lost(f"no rank can be forked: {why}")
 
     def begin(self) -> None:
         """Processes can be started from now on."""
@@ -367,9 +368,9 @@ class Host:
             self._try(f"no process can be started for rank {rank}", partial(self._spawn, rank, seat, environment))
 
     def _cannot_fork(self, why: str) -> None:
-        """Not any more, or never: with LD_PRELOAD and the like a bare interpreter has threads already."""
+        """However often it is tried: with LD_PRELOAD and the like a bare interpreter has threads already."""
         if any(seat.proc.pid for seat in self.seats.values()):
-            return self._lost(f"no rank can be forked: {why}")
+            return self._forks.failed(why)
         _log.warning("no rank can be forked, so each is a new process, which takes seconds after a failure: %s", why)
         self._program = replace(self._program, python="")
         if self._forking is not None:

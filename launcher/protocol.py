@@ -111,10 +111,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """pids: of ranks that were made, by rank as text. problem: why others were not."""
+    """pids: of ranks that were made, by rank as text. problem: why others were not. errno: 0 if that is no OSError."""
 
     pids: Mapping[str, int]
     problem: str = ""
+    errno: int = 0
 
 
 OWN = -1

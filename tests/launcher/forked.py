@@ -58,8 +58,9 @@ class Forks:
         self.environment = environment()
         self.environment["PYTHONPATH"] += f":{directory}"
         self.server = ForkServer(python, self.environment, self.selector, "a job", preload, str(directory))
-        self.server.made, self.server.failed = self._made, lambda why: self.failures.append(why)
         self.failures: list[str] = []
+        self.server.made, self.server.failed = self._made, self.failures.append
+        self.server.impossible = self.failures.append
         self.processes: list[RankProcess] = []
         self._listener, self._name = listening(1)
 

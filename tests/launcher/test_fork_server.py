@@ -77,16 +77,23 @@ def count(module: Path) -> int:
     return len(module.with_name(f"{module.name}.imports").read_text().splitlines())
 
 
+RANK_1 = Fork(1, {}, ["train.py"], False, "", "", 1, "", 0, "", 0)
+
+
 class Served:
     """A fork server, and why it has given up."""
 
-    def __init__(self, selector: selectors.BaseSelector, preload: Sequence[str], path: Path) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, preload: Sequence[str], path: Path, wanted: Sequence[Fork] = ()
+    ) -> None:
         self.failures: list[str] = []
         self._selector = selector
         self.server = ForkServer(sys.executable, environment(), selector, "a job", preload, str(path))
-        self.server.failed = self.failures.append
+        self.server.failed = self.server.impossible = self.failures.append
+        self.server.made = lambda pids, problem: self.failures.append(problem)
         self.server.start()
-        while not (self.server._ready or self.failures):
+        self.server.fork(wanted)
+        while not self.failures and (wanted or not self.server._ready):
             for key, _ in selector.select(60):
                 key.data()
 
@@ -134,8 +141,21 @@ def test_a_fork_server_that_has_a_thread_of_its_own_makes_no_ranks(
     thread = f"import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n{EMPTY}"
     monkeypatch.setattr(forks, "BOOT", thread)
     (tmp_path / "tidy.py").write_text(TIDY)
-    golden.says(Served(selector, ["tidy"], tmp_path).failures)
+    served = Served(selector, ["tidy"], tmp_path, [RANK_1])
+    golden.says(served.failures)
     assert not (tmp_path / "tidy.py.imports").exists()
+    assert served.server.supervise() is None, "nor is another one started"
+
+
+def test_where_there_is_no_memory_for_the_first_fork_none_is_tried_again(
+    tmp_path: Path, selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with vm.overcommit_memory=2."""
+    full = "import os\ndef fork():\n    raise OSError(12, 'Cannot allocate memory')\nos.fork = fork"
+    monkeypatch.setattr(forks, "BOOT", f"{full}\n{EMPTY}")
+    served = Served(selector, [], tmp_path, [RANK_1])
+    golden.says(served.failures)
+    assert (served.server.supervise(), served.server.pid) == (None, 0)
 
 
 def test_what_a_preloaded_module_sets_and_opens_is_each_forks_and_what_it_draws_is_not() -> None:
@@ -346,7 +366,7 @@ def test_a_module_that_keeps_the_rank_where_it_is_known_has_that_of_each_fork(
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"kind": "Spoilt"}, {"kind": "Forked", "pids": {"0": "x"}, "problem": ""}], ids=str
+    "said", [{}, {"kind": "Spoilt"}, {"kind": "Forked", "pids": {"0": "x"}, "problem": "", "errno": 0}], ids=str
 )
 def test_what_is_nothing_that_a_fork_server_says_is_refused(said: dict[str, object]) -> None:
     with golden.raises(FormatError):

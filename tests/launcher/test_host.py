@@ -76,11 +76,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Forks:
-    """In place of a fork server: what it was asked for. `made` and `failed` are the host's."""
+    """In place of a fork server: what it was asked for. `made` and the like are the host's."""
 
     pid = 0
     made: Callable[[dict[int, int], str], None]
     failed: Callable[[str], None]
+    impossible: Callable[[str], None]
 
     def __init__(self) -> None:
         self.asked: list[Sequence[Fork]] = []
@@ -260,7 +261,7 @@ def test_where_no_rank_can_be_forked_each_is_a_process_of_its_own(
     host: TestHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.obey(Enter(0))
-    host.asked.failed("it has started 2 threads, which a fork does not have")
+    host.asked.impossible("it has started 2 threads, which a fork does not have")
     golden.says("\n".join(caplog.messages))
     ends = []
     for generation in (1, 2):
@@ -274,10 +275,15 @@ def test_where_no_rank_can_be_forked_each_is_a_process_of_its_own(
         seat.proc.wait()
 
 
-def test_where_no_rank_can_be_forked_any_more_the_job_ends(host: TestHost) -> None:
-    host.has()
+@pytest.mark.parametrize("has", [True, False], ids=["later", "before the first"])
+def test_where_no_rank_can_be_forked_any_more_the_job_ends(host: TestHost, has: bool) -> None:
+    host.obey(Enter(0))
+    if has:
+        host.has()
+        host.asked.impossible("it has started 2 threads, which a fork does not have")
     host.asked.failed("the fork server has ended 3 times before it has served, with -9")
     golden.says([one.why for one in host.of(Lost)])
+    assert [bool(seat.proc.pid) for seat in host.seats.values()] == [has, False], "nor is there a new process"
 
 
 def test_what_ranks_have_left_behind_ends_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
