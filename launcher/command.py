@@ -220,7 +220,8 @@ def _run(argv: Sequence[str]) -> None:
             f"--nnodes={arguments.nnodes}: lastwords run keeps the number of hosts; name one "
             "number, or start an elastic job with torchrun"
         )
-    if arguments.standalone:
+    alone = arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and arguments.master_port is None
+    if arguments.standalone or (alone and most == 1):  # as torch's own from 2.13 on; before it, there is always a port
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
         arguments.local_addr = arguments.local_addr or "localhost"  # torch would take a name that may not resolve
     if arguments.master_port is None:

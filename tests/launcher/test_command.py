@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -10,8 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed.launcher.api as torchs_launcher
+import torch.distributed.run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
@@ -44,6 +48,7 @@ def test_every_flag_has_its_place_in_the_docs() -> None:
         ["--nproc-per-node", "0"],
         ["--max-restarts", "-2"],
         ["--run-path"],
+        ["--logs-specs", "absent"],
     ],
     ids=" ".join,
 )
@@ -52,6 +57,63 @@ def test_flags_that_cannot_work_are_refused_before_anything_starts(flags: list[s
     script.touch()
     with golden.raises(ConfigError):
         command.run([*flags, str(script)])
+
+
+KEPT = (
+    "--role trainer", "--max-restarts 3", "--monitor-interval 0.7", "--shutdown-timeout 7", "--start-method fork",
+    "--virtual-local-rank", "--local-addr 127.0.0.7", "--master-addr 127.0.0.7", "--master-port 7", "--node-rank 1",
+    "--rdzv-id a-job", "--rdzv-conf timeout=7", "--event-log-handler mine", "--local-ranks-filter 0",
+    "--duplicate-stdout-filters loss", "--duplicate-stderr-filters loss", "--redirects 1", "--tee 2",
+    "--numa-binding node",
+)  # fmt: skip
+AT_A_PORT = "--master-port", "9"
+
+
+@pytest.mark.usefixtures("torchs")
+@pytest.mark.parametrize("flags", KEPT)
+def test_a_flag_of_torchruns_means_the_same_to_torchs_agent(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flags.split()[0] not in torchrun.get_args_parser()._option_string_actions:
+        pytest.skip("this release of torch does not have it")
+    ours, torchs = (settings(**given) for given in agents(tmp_path, monkeypatch, *AT_A_PORT, *flags.split()))
+    without, _ = agents(tmp_path, monkeypatch, *AT_A_PORT)
+    assert ours == torchs
+    assert ours != settings(**without)
+
+
+@pytest.mark.usefixtures("torchs")
+def test_one_host_meets_where_torchruns_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a free port, so that two jobs of one host do not meet; before torch 2.13 at a fixed one."""
+    ours, torchs = (given["spec"].rdzv_handler for given in agents(tmp_path, monkeypatch))
+    assert type(ours) is type(torchs)
+    assert ours.get_run_id() != "none" or torchs.get_run_id() == "none"
+
+
+def agents(directory: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[dict[str, Any]]:
+    """What the agent of `lastwords run` is made with, and that of torchrun."""
+    made: list[dict[str, Any]] = []
+
+    def make(**given: Any) -> None:
+        made.append(given)
+        raise SystemExit
+
+    monkeypatch.setattr(command, "HealingAgent", make)
+    monkeypatch.setattr(torchs_launcher, "LocalElasticAgent", make)
+    script = directory / "train.py"
+    script.touch()
+    for run in (command.run, torchrun.main):
+        with pytest.raises(SystemExit):
+            run([*flags, str(script)])
+    return made
+
+
+def settings(spec: Any, logs_specs: Any, start_method: str, shutdown_timeout: int = 0, **_: object) -> dict[str, Any]:
+    """What an agent is made with; the store's address is in both handlers, and a directory for logs in none."""
+    elsewhere = {"rdzv_handler", "master_addr", "master_port"}
+    found = {one.name: getattr(spec, one.name) for one in dataclasses.fields(spec) if one.name not in elsewhere}
+    found |= vars(spec.rdzv_handler) | vars(logs_specs) | {"_root_log_dir": None}
+    return found | {"start_method": start_method, "shutdown_timeout": shutdown_timeout}
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
