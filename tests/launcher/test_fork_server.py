@@ -64,6 +64,7 @@ SPOILING = {
     "    time.sleep(100)\nthreading.Thread(target=run, daemon=True).start()\nnamed.wait()",
     "has_a_process": "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\n"
     "open(__file__ + '.child', 'w').write(str(child.pid))",
+    "has_a_device": "import os\nos.readlink = lambda path: '/dev/nvidia0'",
     "has_a_group": "import sys\nsys.modules['torch.distributed'].made = True",
 }
 """Modules that no rank can have in common with others."""

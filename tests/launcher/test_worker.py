@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -78,6 +79,16 @@ def test_what_is_no_main_is_refused_with_what_to_do(main: Any, capfd: pytest.Cap
 def test_a_second_training_in_one_process_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     lastwords.run(lambda: None)
     refused(lambda: None, capfd)
+
+
+def test_a_training_in_a_fork_of_one_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    lastwords.run(lambda: None)
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException):
+            refused(lambda: os._exit(1), capfd)
+            os._exit(7)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 @pytest.mark.parametrize("error", [ConfigError("no such setting"), BusyError("another scheduler runs")], ids=str)
