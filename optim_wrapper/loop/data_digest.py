@@ -1,7 +1,9 @@
 """What a loader iterates over, as far as it is there to be seen: which samples, in a digest.
 
 Two draws of one split have the same length, and nothing else tells them apart. Of a data set of the user's own these
-are the sequences and tensors in its attributes. Its code is not run: it may draw random numbers, or count its calls.
+are the sequences and tensors in its attributes, and its length. No sample is asked for: that may draw random numbers
+(an augmentation), from generators that nobody knows, count its calls, or take seconds; and here, rather than in a
+worker, it may open what workers must not share.
 """
 
 from __future__ import annotations
@@ -12,8 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
+from lastwords.optim_wrapper.loop.data_position import len_of
 from lastwords.optim_wrapper.state.object_walk import own_of
 from lastwords.optim_wrapper.state.running import is_users
 
@@ -33,8 +44,20 @@ def data_digest(loader: Any) -> str:
     (False, '')
     """
     dataset = getattr(loader, "dataset", None)
-    found = [*_seen(loader if dataset is None else dataset, _DEPTH_MAX)]
+    found = [*_seen(loader if dataset is None else dataset, _DEPTH_MAX), *_drawn_from(loader)]
     return hashlib.sha256(b"\0".join(found)).hexdigest()[:16] if found else ""
+
+
+def _drawn_from(loader: Any) -> Iterator[bytes]:
+    """Which samples a sampler of torch's chooses from. Each time that it begins it asks for their number as well."""
+    batches = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader if batches is None else batches, "sampler", None)
+    if type(sampler) is SubsetRandomSampler:
+        yield _of_indices(sampler.indices)
+    elif type(sampler) in (SequentialSampler, RandomSampler):
+        yield repr(len_of(sampler.data_source)).encode()
+    elif type(sampler) is DistributedSampler:
+        yield repr(len_of(sampler.dataset)).encode()
 
 
 def _seen(data: Any, depth: int) -> Iterator[bytes]:

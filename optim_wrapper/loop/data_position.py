@@ -93,7 +93,7 @@ def hear_of_workers(hear: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def len_of(loader: Any) -> int:
-    """Batches of an epoch, if it is known."""
+    """Batches of an epoch, or samples of a data set, if it is known."""
     try:
         return len(loader)
     except TypeError:

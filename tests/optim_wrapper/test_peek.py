@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, random_split
 
 import lastwords
 from lastwords.checkpoint import drill_record, starts
 from lastwords.checkpoint.drill_record import Drilled
 from lastwords.checkpoint.entries import Reason
-from lastwords.checkpoint.meta import LocalMeta
+from lastwords.checkpoint.meta import Habits, LocalMeta
 from lastwords.checkpoint.part import LocalState
 from lastwords.checkpoint.starts import Launch
 from lastwords.errors import ConfigError, FormatError, IncompleteError
 from lastwords.optim_wrapper.capture.rank_local import RngCapture
 from lastwords.optim_wrapper.capture.source import _tensors
+from lastwords.optim_wrapper.loop.data_digest import data_digest
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.state import object_walk
 from lastwords.optim_wrapper.state.extras import Extras
@@ -139,6 +140,16 @@ def test_peek_in_a_start_by_hand_takes_its_own_jobs_checkpoint_where_that_has_a_
     assert point.global_step == 7
 
 
+def publish(path: Path, **meta: Any) -> None:
+    """A checkpoint of step 7. meta: of the rank's own state, which has its random streams as they are."""
+    copies: Any = RngCapture().snapshot()
+    local = LocalState(_tensors(0, "", _Copy(copies)), LocalMeta(**meta))  # type: ignore[arg-type]
+    state = UnitView(*trained()).state()
+    stored, _ = Extras({}).store(Extras({}).first(), "replicated")
+    state = replace(state, meta=replace(state.meta, extras=stored))
+    published(path, {0: {"replicated": state}}, locals_={0: local})
+
+
 def register(path: Path, monkeypatch: pytest.MonkeyPatch) -> lastwords.TFTRegister:
     monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:0}")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -152,13 +163,7 @@ def test_the_streams_are_put_back_after_what_was_drawn_on_the_way(
 ) -> None:
     torch.manual_seed(5)
     wanted = torch.get_rng_state()
-    copies: Any = RngCapture().snapshot()
-    local = LocalState(_tensors(0, "", _Copy(copies)), LocalMeta(slot={"epoch": 1, "step": 7}))  # type: ignore[arg-type]
-    model, optimizer = trained()
-    state = UnitView(model, optimizer).state()
-    stored, _ = Extras({}).store(Extras({}).first(), "replicated")
-    state = replace(state, meta=replace(state.meta, extras=stored))
-    published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
+    publish(tmp_path, slot={"epoch": 1, "step": 7})
     with register(tmp_path, monkeypatch) as tft:
         tft.step_begin()  # nothing was resumed: nothing to put back
         assert tft.resume() is not None
@@ -188,16 +193,9 @@ def test_a_loaders_own_generator_is_left_to_steps_and_named_where_that_is_not_ca
 ) -> None:
     monkeypatch.setattr(object_walk, "user_modules", lambda: ())  # other tests' generators were not saved
     mine = torch.Generator().manual_seed(3)
-    copies: Any = RngCapture().snapshot()
     wanted = mine.get_state()
     generators = {"loader.generator": ["torch.Generator on cpu", b64encode(bytes(wanted.numpy())).decode()]}
-    slot = {"epoch": 1, "step": 7, "generators": generators}
-    local = LocalState(_tensors(0, "", _Copy(copies)), LocalMeta(slot=slot))  # type: ignore[arg-type]
-    model, optimizer = trained()
-    state = UnitView(model, optimizer).state()
-    stored, _ = Extras({}).store(Extras({}).first(), "replicated")
-    state = replace(state, meta=replace(state.meta, extras=stored))
-    published(tmp_path, {0: {"replicated": state}}, locals_={0: local})
+    publish(tmp_path, slot={"epoch": 1, "step": 7, "generators": generators})
     mine.manual_seed(4)
     said: list[Reason] = []
     with register(tmp_path, monkeypatch) as tft:
@@ -211,6 +209,29 @@ def test_a_loaders_own_generator_is_left_to_steps_and_named_where_that_is_not_ca
             next(iter(tft.steps(DataLoader(list(range(20)), batch_size=2, generator=mine), epochs=2)))  # type: ignore[arg-type, call-overload]
             assert torch.equal(mine.get_state(), wanted)
     assert bool([reason for reason in map(str, said) if "generators (loader.generator)" in reason]) is own_loop
+
+
+def split(seed: int) -> DataLoader[Any]:
+    drawn: Any = random_split(range(20), [16, 4], generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+    return DataLoader(drawn[0], batch_size=2)
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"], ids=["plain resume", "heal"])
+def test_of_a_split_that_was_drawn_anew_a_resumed_loop_is_told_before_its_first_batch(
+    restarts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("LASTWORDS_JOB", "job")
+    starts.draw([tmp_path], Launch(job="job"))
+    publish(tmp_path, slot={"epoch": 1, "step": 7}, habits=Habits(data=data_digest(split(1))))
+    told = {}
+    for seed in (1, 2):
+        with register(tmp_path, monkeypatch) as tft:
+            assert tft.resume() is not None
+            caplog.clear()
+            next(iter(tft.steps(split(seed), epochs=1)))
+            told[seed] = [*caplog.messages]
+    golden.says(set(told[2]) - set(told[1]))
 
 
 class _Copy:
