@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -177,6 +178,35 @@ def test_what_a_preloaded_module_sets_and_opens_is_each_forks_and_what_it_draws_
         with Forks(Path(directory), preload=[*modules]) as forks:
             assert forks.run(str(script)).out.split() == ["yes", "False"]
         assert Path(directory, "writes.py.rows").read_text() == "1"
+
+
+LIBRARIES = {
+    "opens_a_channel": "import grpc\nchannel = grpc.insecure_channel('127.0.0.1:9')",
+    "computes_in_parallel": "import torch\ntorch.set_num_threads(2)\ntorch.ones(1 << 20).sum()",
+    "shares_a_lock": "import multiprocessing\nlock = multiprocessing.get_context('spawn').Lock()",
+}
+"""What starts gRPC's threads, libgomp's, and a resource tracker."""
+
+
+def test_threads_of_grpc_and_of_libgomp_are_not_for_a_fork_server_and_a_resource_tracker_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        for name, text in LIBRARIES.items():
+            Path(directory, f"{name}.py").write_text(text)
+        script = Path(directory, "script.py")
+        script.write_text(
+            f"import sys\nprint([name in sys.modules for name in {[*LIBRARIES]}])\n"
+            "import torch, opens_a_channel, shares_a_lock\nfrom multiprocessing import shared_memory\n"
+            "with shares_a_lock.lock:\n    shared = shared_memory.SharedMemory(create=True, size=4096)\n"
+            "shared.close()\nshared.unlink()\nprint(torch.ones(1 << 20).sum().item())"
+        )
+        with Forks(Path(directory), preload=[*LIBRARIES]) as served:
+            done = served.run(str(script), threads=2)
+            assert done.out == f"{[False, False, True]}\n{float(1 << 20)}\n", done
+            assert served.server._preload == ["shares_a_lock"]
+    said = "\n".join(caplog.messages)
+    golden.says(re.sub(r"\d+ threads?( \(.*?\))?", "N threads", said))
 
 
 def test_a_fork_server_that_is_stopped_is_replaced(
