@@ -71,6 +71,8 @@ def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str
     pins.check("transformers", VERSIONS, PINNED)
     accelerate_data.check()
     _refuse_overridden(trainer)
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ConfigError("lastwords protects a Trainer under DDP, or on one process; not under FSDP or DeepSpeed")
     if _protected:
         raise ConfigError("lastwords.integrations.hf.protect() was called before: a script has one Trainer that trains")
     _protected.append(trainer)
@@ -294,8 +296,6 @@ class _Protected(trainer_callback.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **of: Any) -> None:
         """All that is to be protected is there, and nothing has been drawn from the loader."""
         trainer, peeked = self._trainer, self._resumed
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise ConfigError("lastwords protects a Trainer under DDP, or on one process; not under FSDP or DeepSpeed")
         self._data, scaler = accelerate_data.batches_of(train_dataloader), trainer.accelerator.scaler
         optimizer, model = trainer.optimizer, trainer.model_wrapped
         held = [*trainer.callback_handler.callbacks, trainer.compute_loss_func, trainer.compute_metrics]

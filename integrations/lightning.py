@@ -200,6 +200,7 @@ class LastWords(pl.Callback):
                 "lastwords.integrations.pytorch_lightning have a LastWords each"
             )
         if stage == "fit":
+            _refuse_callbacks(trainer)  # here, as a search for a rate or a size is done before the others' on_fit_start
             fit: Any = trainer.fit_loop
             if fit._combined_loader is not None:
                 raise ConfigError(
@@ -340,6 +341,19 @@ def _not_counted(data: Any) -> set[str]:
     return own | holders.names_set_by(pl.LightningDataModule)
 
 
+def _refuse_callbacks(trainer: Any) -> None:
+    """ConfigError for those that are not known."""
+    rebuild = tuple(getattr(pl.callbacks, name) for name in _REBUILDS)
+    strange = [type(one).__name__ for one in trainer.callbacks if isinstance(one, rebuild)]
+    if strange:
+        raise ConfigError(
+            f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, "
+            "which lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
+        )
+    if sum(isinstance(one, LastWords) for one in trainer.callbacks) > 1:
+        raise ConfigError("this Trainer has two LastWords: leave one of them out")
+
+
 def _refuse(trainer: pl.Trainer, again: bool) -> None:
     """ConfigError for what is not known."""
     if again:
@@ -348,13 +362,6 @@ def _refuse(trainer: pl.Trainer, again: bool) -> None:
         raise ConfigError(
             f"lastwords protects a Trainer with strategy 'ddp', or on one device, and this one has a "
             f"{type(trainer.strategy).__name__}: call lastwords.protect() in a loop of your own"
-        )
-    rebuild = tuple(getattr(pl.callbacks, name) for name in _REBUILDS)
-    strange = [type(one).__name__ for one in trainer.callbacks if isinstance(one, rebuild)]  # type: ignore[attr-defined]
-    if strange:
-        raise ConfigError(
-            f"{', '.join(strange)} puts other schedulers, parameters or loaders in place while the Trainer trains, "
-            "which lastwords cannot follow: leave it out, or call lastwords.protect() in a loop of your own"
         )
     averages = any(isinstance(one, pl.callbacks.WeightAveraging) for one in trainer.callbacks)  # type: ignore[attr-defined]
     if averages and trainer.world_size > 1 and any(True for _ in trainer.lightning_module.buffers()):
