@@ -185,7 +185,7 @@ bench-month: $(READY)
 
 # The other systems are in an environment of their own, beside the same torch.
 ci-frameworks: .venv-frameworks/.ready
-	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest -m slow --timeout 7200 tests/frameworks tests/launcher/test_trainers.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest -m slow --timeout 7200 tests/frameworks tests/launcher/test_trainers.py tests/integration/test_frameworks.py $(ARGS)
 
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)

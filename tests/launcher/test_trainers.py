@@ -17,8 +17,14 @@ from tests.launcher.test_heal import check_equal, run, trace
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANKS, STEPS = 2, 18
-DEATHS = ("1:4:fwd", "0:10:win", "1:13:fwd")
-"""In an epoch, after an update, and in the first step of an epoch."""
+DEATHS = ("1:4:fwd", "0:6:win", "1:13:fwd")
+"""In an epoch, after the update at the end of one, and in the first step of an epoch."""
+OF_A_LOOP = ("0:10:evaluating", "1:16:saving")
+"""Between two steps: in an evaluation, and in a save of the framework's own."""
+TOLD = ("fabric, a collator that draws",)
+"""Bit for bit all the same: how far ahead Fabric's loaders fetch is not known."""
+PACKAGES = {"fabric": "lightning"}
+"""Where a framework is not the name of its package."""
 
 
 def train(directory: Path, framework: str, *deaths: str, left_out: str = "", **how: Any) -> Path:
@@ -37,6 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(framework: str) -> Path:
         package = framework.partition(",")[0]
+        package = PACKAGES.get(package, package)
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
         if framework not in ran:
@@ -54,17 +61,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "lightning",
         "accelerate",
         "accelerate, a collator that draws",
+        "fabric",
+        "fabric, a collator that draws",
     ],
 )
 def test_a_script_that_uses_a_trainer_is_healed_bit_for_bit(
     framework: str, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     check_equal(train(tmp_path / "undisturbed", framework), whole(framework), heals=0, ranks=RANKS)
-    for name, more in (("healed", {}), ("preloaded", {"preload": framework.partition(",")[0]})):
-        healed = train(tmp_path / name, framework, *DEATHS, **more)
-        check_equal(healed, whole(framework), heals=3, ranks=RANKS)
+    package = framework.partition(",")[0]
+    deaths = DEATHS + OF_A_LOOP * (package in ("accelerate", "fabric"))
+    for name, more in (("healed", {}), ("preloaded", {"preload": PACKAGES.get(package, package)})):
+        healed = train(tmp_path / name, framework, *deaths, **more)
+        check_equal(healed, whole(framework), heals=len(deaths), ranks=RANKS)
         for rank in range(RANKS):
-            assert (healed / f"resumed-{rank}").read_text().splitlines()[0] == "True ()"
+            first = (healed / f"resumed-{rank}").read_text().splitlines()[0]
+            assert first.startswith("False") if framework in TOLD else first == "True ()"
 
 
 @pytest.mark.parametrize(

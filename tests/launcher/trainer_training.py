@@ -1,9 +1,10 @@
-"""Training with a Trainer of transformers or lightning, or with accelerate, as scripts have it that use them.
+"""Training with a Trainer of transformers or lightning, or with accelerate or Fabric, as scripts have it.
 
-Arguments: a directory, the number of steps, and deaths as rank:step:phase that happen once: fwd, or win, after
-the update. FRAMEWORK is a key of SCRIPTS, and LEFT_OUT names what a script forgets. Each rank adds a line per step to
-{directory}/trace-{rank}: its number, a digest of weights, optimizer and learning rate, and the pid. final-{rank} is the
-digest of all at the end, random numbers included; resumed-{rank} has what resume() has returned.
+Arguments: a directory, the number of steps, and deaths as rank:step:phase that happen once: fwd; win, after the update;
+in a loop without a Trainer also evaluating and saving, before that step. FRAMEWORK is a key of SCRIPTS, and LEFT_OUT
+names what a script forgets. Each rank adds a line per step to {directory}/trace-{rank}: its number, a digest of
+weights, optimizer and learning rate, and the pid. final-{rank} is the digest of all at the end, random numbers
+included; resumed-{rank} has what resume() has returned.
 """
 
 from __future__ import annotations
@@ -290,6 +291,17 @@ def lightning_trainer(collate: Any = None) -> None:
 # ---------------------------------------------------------------------- accelerate
 
 
+def evaluate(job: Job, model: nn.Module, save: Callable[[], None]) -> None:
+    """After each third step, with a checkpoint of the framework's own."""
+    if job.done % 3 == 0:
+        model.eval()
+        with torch.no_grad():
+            model(Texts.texts[:BATCH])
+        job.die("evaluating")
+        model.train()
+        save()
+
+
 def accelerate_loop(collate: Any = None) -> None:
     import accelerate
 
@@ -298,6 +310,7 @@ def accelerate_loop(collate: Any = None) -> None:
     job = Job()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     accelerate.utils.set_seed(7)
+    accelerator.register_save_state_pre_hook(lambda models, weights, directory: job.die("saving"))
     net = Net()
     optimizer = lastwords.OptTFTWrapper(torch.optim.AdamW(net.parameters(), 1e-2))
     loader: Any = DataLoader(Texts(), BATCH, shuffle=True, collate_fn=collate)
@@ -316,6 +329,52 @@ def accelerate_loop(collate: Any = None) -> None:
             job.die("win")
             schedule.step()
             job.step_end(job.done + 1)
+            evaluate(job, model, lambda: accelerator.save_state(str(DIRECTORY / "accelerate")))
+    job.stop()
+
+
+# ---------------------------------------------------------------------- fabric
+
+
+class Dies:
+    """A part of what Fabric saves."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def state_dict(self) -> dict[str, int]:
+        self.job.die("saving")
+        return {"done": self.job.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def fabric_loop(collate: Any = None) -> None:
+    from lightning.fabric import Fabric
+
+    job = Job()
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
+    fabric.launch()
+    fabric.seed_everything(7)
+    net = Net()
+    optimizer = lastwords.OptTFTWrapper(torch.optim.AdamW(net.parameters(), 1e-2))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+    model, its_optimizer = fabric.setup(net, optimizer)
+    loader: Any = fabric.setup_dataloaders(DataLoader(Texts(), BATCH, shuffle=True, collate_fn=collate))
+    torch.manual_seed(5 + RANK)
+    job.protect(model, optimizer, schedule)
+    for *_, batch in job.tft.steps(loader, EPOCHS, accumulate=ACCUMULATE):
+        with fabric.no_backward_sync(model, enabled=not job.tft.ends_step):
+            loss = nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"])
+            job.die("fwd")
+            fabric.backward(loss)
+        if job.tft.ends_step:
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+            job.die("win")
+            schedule.step()
+            job.step_end(job.done + 1)
+            evaluate(job, model, lambda: fabric.save(DIRECTORY / "fabric.ckpt", {"net": model, "dies": Dies(job)}))
     job.stop()
 
 
@@ -327,6 +386,8 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     "lightning, a collator that draws": lambda: lightning_trainer(masked),
     "accelerate": accelerate_loop,
     "accelerate, a collator that draws": lambda: accelerate_loop(masked),
+    "fabric": fabric_loop,
+    "fabric, a collator that draws": lambda: fabric_loop(masked),
 }
 
 if __name__ == "__main__":
