@@ -37,10 +37,11 @@ def command(directory: Path, *deaths: str, steps: int = STEPS, script: tuple[str
     return [*launcher, *script, str(directory), str(steps), *deaths]
 
 
-def failed(directory: Path, *deaths: str, **env: str) -> subprocess.CompletedProcess[str]:
+def failed(directory: Path, *deaths: str, restarts: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
     """A job that fails, once all of it has ended."""
     captured: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600, "check": False}
-    done = subprocess.run(command(directory, *deaths), env={**environment(), **env}, **captured)
+    arguments = command(directory, *deaths, script=("--max-restarts", str(restarts), "-m", SCRIPT))
+    done = subprocess.run(arguments, env={**environment(), **env}, **captured)
     assert done.returncode == 1, done.stderr
     return done
 
@@ -102,11 +103,14 @@ def test_what_lastwords_refuses_is_tried_once_and_is_the_last_line(tmp_path: Pat
 
 
 @pytest.mark.thorough
-def test_a_script_that_does_not_resume_is_saved_and_not_begun_anew(tmp_path: Path) -> None:
-    done = failed(tmp_path, "1:5:bwd", NO_RESUME="1")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_script_that_does_not_resume_is_saved_and_begun_anew_as_often_as_max_restarts_says(
+    tmp_path: Path, restarts: int
+) -> None:
+    done = failed(tmp_path, "1:5:bwd", "1:9:bwd", restarts=restarts, NO_RESUME="1")
     golden.says(last_line(done.stderr))
     assert load.latest(tmp_path / "ckpt") is not None
-    assert {len(begun(tmp_path, rank)) for rank in range(RANKS)} == {1}
+    assert {len(begun(tmp_path, rank)) for rank in range(RANKS)} == {1 + restarts}
 
 
 @pytest.mark.thorough
