@@ -10,6 +10,7 @@ FIRST = {name: type(value).__name__ for name, value in [*globals().items()]}
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import ctypes  # noqa: E402
+import functools  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
@@ -18,7 +19,9 @@ import os  # noqa: E402
 import pickle  # noqa: E402
 import random  # noqa: E402
 import resource  # noqa: E402
+import secrets  # noqa: E402
 import signal  # noqa: E402
+import ssl  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 import threading  # noqa: E402
@@ -184,6 +187,22 @@ def interpreter() -> object:
         (gc.isenabled(), gc.get_threshold(), len(gc.callbacks), gc.get_debug()),
         (faulthandler.is_enabled(), sys.getfilesystemencoding(), sys.stdin.closed, __debug__),
     )
+
+
+@light
+def hooks_at_fork() -> object:
+    """Of the script's own, in its own child."""
+    called: list[str] = []
+    hooks = {name: functools.partial(called.append, name) for name in ("before", "after_in_parent", "after_in_child")}
+    os.register_at_fork(**hooks)
+    reads, writes = os.pipe()
+    if not os.fork():
+        os.write(writes, repr(called).encode())
+        os._exit(0)
+    os.wait()
+    os.close(writes)
+    with os.fdopen(reads) as child:
+        return child.read(), [*called]
 
 
 @light
@@ -353,6 +372,17 @@ def torch_seed() -> object:
 @own
 def unique_id() -> object:
     return str(uuid.uuid4())
+
+
+@own
+def ssl_bytes() -> object:
+    return ssl.RAND_bytes(8).hex()
+
+
+@own
+def token() -> object:
+    """As lastwords draws its nonces."""
+    return secrets.token_hex(8)
 
 
 @own

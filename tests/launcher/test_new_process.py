@@ -187,6 +187,14 @@ def test_a_program_ends_as_a_process_of_its_own(forks: Forks, tmp_path: Path, en
         assert ends[0][-1] == "1,2"
 
 
+def test_ps_tells_ranks_apart_and_has_no_environment_of_theirs(forks: Forks, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "print(open('/proc/self/cmdline').read().strip('\\0'), [open('/proc/self/environ').read().strip('\\0')])"
+    )
+    assert forks.run(str(script), "--lr", "1").out == f"{script} --lr 1 [lastwords rank 1] ['']\n"
+
+
 def test_names_that_are_no_unicode_are_passed_on(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint(ascii([sys.argv[1:], os.environ['ODD']]))")
@@ -251,6 +259,15 @@ def test_what_variables_say_to_the_interpreter_holds_in_each_rank(
     flags = dict(zip(sys.flags.__match_args__, found[0]["arguments"][3], strict=False))
     assert (flags["optimize"], flags["dev_mode"], flags["no_user_site"], flags["utf8_mode"]) == (1, True, 1, 1)
     assert "error::ImportWarning" in found[0]["arguments"][4]
+
+
+@pytest.mark.parametrize("module", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_flags_of_the_launchers_interpreter_are_not_the_ranks(module: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint('rank', __debug__, sys.flags.dev_mode)")
+    command = [sys.executable, "-O", "-X", "dev", "-W", "ignore", "-m", *module, "--standalone", str(script)]
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout) == (0, "rank True False\n"), done.stderr
 
 
 def test_the_traceback_of_a_module_is_that_of_python(forks: Forks) -> None:
