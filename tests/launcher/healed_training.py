@@ -110,11 +110,12 @@ def generation() -> int:
 
 
 def count() -> None:
-    """What there is as this process begins: threads, descriptors and children of the launcher, and what `fork` has left
-    of earlier generations, by whether it leads a session.
+    """What there is as this process begins: threads, descriptors and children of the launcher, what `fork` has left of
+    earlier generations, by whether it leads a session, and the hash of a text.
     """
     task = Path(f"/proc/{os.getppid()}/task")
     counts = {"threads": len([*task.iterdir()]), "fds": len(os.listdir(task.parent / "fd"))}
+    counts["hash"] = hash("a text")
     counts["children"] = sum(len((one / "children").read_text().split()) for one in task.iterdir())
     for own in (False, True):
         left = [

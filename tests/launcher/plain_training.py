@@ -41,6 +41,7 @@ import lastwords  # noqa: E402
 DIRECTORY, STEPS, DEATHS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 ARGUMENTS, sys.argv = len(sys.argv) - len(DEATHS), ["train"]
 random.seed(11)
+np.random.seed(12)
 rank = int(os.environ["RANK"])
 ranks = int(os.environ["WORLD_SIZE"])
 generator = torch.Generator().manual_seed(3)
@@ -124,8 +125,11 @@ def main() -> None:
     found |= {"given": Samples.given, "cached": scale.cache_info().currsize, "scale": scale(16)}
     found |= {"threads": [one.name for one in threading.enumerate()][:2], "wave": "wave" in sys.modules}
     torch.manual_seed(7 + calls + len(history))
+    import tests.launcher.drawing  # noqa: F401
+
+    found["then"] = random.random(), np.random.random(), torch.rand(1).item()
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 16))
-    model = DistributedDataParallel(torch.compile(net, backend="aot_eager") if "COMPILED" in os.environ else net)
+    model = DistributedDataParallel(torch.compile(net, backend="aot_eager"))
     training, rest = random_split(Samples(), [STEPS * 4 * ranks, 6 * ranks], generator=generator)
     found["split"] = hashlib.sha256(str([*training.indices, *rest.indices]).encode()).hexdigest()
     sampler: DistributedSampler[object] = DistributedSampler(training, shuffle=True)
@@ -140,14 +144,16 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
         for _, step, batch in tft.steps(loader, epochs=1):
             tft.optimizer.zero_grad()
-            noise = random.random() * of_python.random() + of_numpy.random()
+            noise = random.random() * of_python.random() + of_numpy.random() + np.random.random()
             loss = scale(16) * (model(batch) - noise * batch).pow(2).mean()
             die(step)
             loss.backward()
             history.append(loss.item())
             losses.put(loss.item())
             best_loss = min(best_loss, loss.item())
-            if note(loss.item()):
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            if note(total.item()):
                 tft.optimizer.param_groups[0]["lr"] *= 0.7
             tft.optimizer.step()
             rows.writerow([step, repr(loss.item())])

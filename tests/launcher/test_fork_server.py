@@ -29,7 +29,7 @@ from tests.integration.faults import is_gone
 from tests.integration.harness import Cluster
 from tests.integration.zygote import command_line, processes
 from tests.launcher.forked import Forks, environment
-from tests.launcher.test_heal import SCRIPT, STEPS, check_equal, pids, run
+from tests.launcher.test_heal import SCRIPT, STEPS, begun, check_equal, pids, run
 from tests.launcher.test_launcher_ends import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -165,19 +165,25 @@ def test_what_a_preloaded_module_sets_and_opens_is_each_forks_and_what_it_draws_
         "sets": "import os\nos.environ['SET_BY_A_MODULE'] = 'yes'",
         "rolls": "import random\ndice = random.Random()",
         "writes": "file = open(__file__ + '.rows', 'w')",
+        "draws": "import numpy, random, torch\ndef draw():\n"
+        "    return random.random(), numpy.random.rand(), torch.rand(1).item()\nfirst = draw()",
     }
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         for name, text in modules.items():
             Path(directory, f"{name}.py").write_text(text)
         script = Path(directory, "script.py")
         script.write_text(
-            "import os, sys, writes\nwrites.file.write('1')\n"
-            "print(os.environ.get('SET_BY_A_MODULE'), 'rolls' in sys.modules)\n"
+            "import os, sys, draws, writes\nwrites.file.write('1')\n"
+            "print(os.environ.get('SET_BY_A_MODULE'), 'rolls' in sys.modules, *draws.first, *draws.draw())\n"
             "from lastwords.processor import departure\ndeparture._flush_files()\nos._exit(0)"
         )
         with Forks(Path(directory), preload=[*modules]) as forks:
-            assert forks.run(str(script)).out.split() == ["yes", "False"]
-        assert Path(directory, "writes.py.rows").read_text() == "1"
+            ranks = [forks.run(str(script)).out.split() for _ in range(2)]
+        assert Path(directory, "writes.py.rows").read_text() == "11"
+    said, drawn = [one[:5] for one in ranks], [number for one in ranks for number in one[5:]]
+    assert said[0] == said[1], "it was imported once"
+    assert said[0][:2] == ["yes", "False"]
+    assert len({*said[0][2:], *drawn}) == 9
 
 
 LIBRARIES = {
@@ -467,6 +473,7 @@ def test_ranks_train_whatever_becomes_of_the_fork_server_and_of_the_launcher(clu
         assert {processes()[pid][0] for pid in second} == {launcher}
         golden.says([line.replace(str(first[1]), "PID") for line in said(f"(pid {first[1]})")])
         assert count(tidy) == 2, "once for each fork server"
+        assert len({one["hash"] for rank in range(RANKS) for one in begun(tmp_path, rank)}) == 1
 
         server = fork_server_of(launcher)
         assert server
