@@ -97,6 +97,7 @@ class Saving:
         self.closed_targets: set[int] = set()
         self._failures: Counter[int] = Counter()  # target -> how often it has refused
         self.storage_reason = ""
+        self._people_know = False  # that the file system is waited for
         self.plan: tuple[WrittenPart, ...] = ()
         self.step = 0
         self.target = 0
@@ -224,7 +225,13 @@ class Saving:
         pause_s = patience.pause_s(context.now_s, limit_s)
         if pause_s is None:
             return False
-        context.log(WARNING, f"incident {self._incident}: {words}; trying again in {pause_s:g} s")
+        text = f"incident {self._incident}: {words}; trying again in {pause_s:g} s"
+        if self._people_know or pause_s < PAUSE_S_MAX:
+            context.log(WARNING, text)
+        else:
+            self._people_know = True
+            why = f": {self.storage_reason}" if self.storage_reason else ""
+            context.tell_people(f"{text}, for {limit_s:g} s since the first time{why}", level=WARNING)
         context.timers.set("again", context.now_s + pause_s)
         return True
 

@@ -174,7 +174,8 @@ def main() -> None:
         torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(128, 32)
     )
     model = DistributedDataParallel(net)
-    samples = torch.randn(STEPS * 4 * dist.get_world_size(), 32, generator=torch.Generator().manual_seed(3))
+    seed = os.getpid() if "DRAWN_ANEW" in os.environ else 3
+    samples = torch.randn(STEPS * 4 * dist.get_world_size(), 32, generator=torch.Generator().manual_seed(seed))
     data = torch.utils.data.TensorDataset(samples)
     sampler: torch.utils.data.DistributedSampler[object] = torch.utils.data.DistributedSampler(data, shuffle=True)
     loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, num_workers=WORKERS)

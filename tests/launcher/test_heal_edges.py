@@ -83,6 +83,34 @@ def test_where_nothing_is_saved_all_begin_at_the_first_step_and_starts_may_be_de
     assert steps.count(7) == 1
 
 
+@pytest.mark.thorough
+def test_survivors_wait_for_a_directory_that_is_gone_and_nothing_is_lost_once_it_is_back(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    with started(tmp_path, command(tmp_path, "1:5:unsaved"), LASTWORDS_STORAGE_RETRY_S="200") as launcher:
+        until(lambda: "trying again" in (tmp_path / "log").read_text(), "the survivor has found no directory")
+        (tmp_path / "ckpt").unlink()
+        (tmp_path / "hidden").rename(tmp_path / "ckpt")
+        (tmp_path / "hidden").mkdir()  # else it is hidden again
+        assert launcher.wait(200) == 0, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    lines = [line for line in said.splitlines() if "trying again" in line]
+    golden.says(re.sub(r"(?<=step )\d+|\.tmp-\S+", "_", line) for line in lines)
+    golden.says(last_line(said).partition("; ")[2].partition(",")[0])
+    check_equal(tmp_path, undisturbed, heals=1, ranks=RANKS)
+    steps = [line.split()[0] for line in (tmp_path / "trace-0").read_text().splitlines()]
+    assert len(steps) == len({*steps})
+
+
+@pytest.mark.thorough
+def test_a_heal_to_which_other_samples_were_drawn_is_not_called_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAWN_ANEW", "1")
+    said = run(tmp_path, "1:5:bwd", ranks=RANKS)
+    golden.says(last_line(said).partition("; the resume")[2])
+
+
 def test_a_rank_that_dies_in_the_same_step_every_time_ends_the_job_with_its_number(tmp_path: Path) -> None:
     golden.says(last_line(failed(tmp_path, "1:5:always").stderr))
     assert [max(trace(tmp_path, rank)) for rank in range(RANKS)] == [4, 4]
