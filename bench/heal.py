@@ -1,12 +1,15 @@
 """From `kill -9` to the next update on every rank: `lastwords run`, and torchrun that is started again at once.
 
-    python bench/heal.py [--n 50] [--torchrun 5] [--width 1100 | --rows N] [--ranks 4] [--device cuda] [--json FILE]
+    python bench/heal.py [--n 50] [--torchrun 5] [--width 1100 [--compile] | --rows N] [--ranks 4] [--device cuda]
+        [--starts 0] [--json FILE]
 
 4 ranks, gloo, DDP; random ranks are killed at random instants in one job, one after the other, with some seconds
 between. The defaults make 29 MB of state. Processor time is that of a rank from its first line to its first update.
 With --rows, the model is an embedding with sparse gradients: much state and short steps, 512 bytes of state for each
 row. A plain write with fsync, a plain read and a copy of as many bytes stand beside it. On a GPU, all ranks are on the
-first one, over NCCL.
+first one, over NCCL. With --compile, inductor compiles the layers; its cache is empty at the job's start. --starts: how
+long so many starts take with either launcher, and the private memory of a rank at the script's first line and after
+five steps.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from bench.memory import private_mib  # noqa: E402
+
+FIRST_LINE = {"forked": time.monotonic(), "mib": private_mib()}
+"""When the script began, and what it had to itself."""
 
 BUDGET_S = (0.5, 0.8)
 """Median and 99th percentile, kill to all updated."""
@@ -44,6 +50,18 @@ PAUSE_S = 2.0
 """Between two kills: until the controller of the next generation is ready."""
 
 EVENTS = ("published", "left", "entered", "begun", "updated")
+PARTS = {
+    "write": ("killed", "published"),
+    "free": ("published", "entered"),
+    "fork": ("entered", "forked"),
+    "script": ("forked", "built"),
+    "read": ("built", "read"),
+    "first step": ("read", "updated"),
+}
+"""Of a heal: between the last rank's arrival at one place and at the next one."""
+
+STEPS = 5
+"""Before the memory of a rank is looked at."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,20 +72,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1100, help="of the model's two square layers")
     parser.add_argument("--rows", type=int, default=0, help="of an embedding in place of these layers")
+    parser.add_argument("--compile", action="store_true", help="with inductor")
+    parser.add_argument("--starts", type=int, default=0, help="of jobs in which nobody is killed")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.train is not None:
-        train(options.train, options.width, options.rows, options.device)
+        train(options.train, options.width, options.rows, options.device, compiled=options.compile)
         return 0
     figures: dict[str, Any] = {}
+    flags = ["--width", str(options.width), "--rows", str(options.rows), "--device", options.device]
+    flags += ["--compile"] * options.compile
     for launcher, kills in (("lastwords run", options.n), ("torchrun", options.torchrun)):
         if kills:
-            flags = ["--width", str(options.width), "--rows", str(options.rows), "--device", options.device]
             figures[launcher] = measure(launcher, kills, options.ranks, flags, options.seed)
     report(figures)
+    for launcher in ("lastwords run", "torchrun") if options.starts else ():
+        figures[f"{launcher}, starts"] = [started(launcher, options.ranks, flags) for _ in range(options.starts)]
+        report_starts(launcher, figures[f"{launcher}, starts"])
     if options.rows:
         figures["plain"] = plain(options.rows * DIMENSIONS * 8)
         print(", ".join(f"{what} {seconds:.2f} s" for what, seconds in figures["plain"].items()))
@@ -76,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(directory: Path, width: int, rows: int, device: str) -> None:
+def train(directory: Path, width: int, rows: int, device: str, *, compiled: bool) -> None:
     """One rank, until the file `stop` is there."""
     import torch
     import torch.distributed as dist
@@ -100,11 +124,14 @@ def train(directory: Path, width: int, rows: int, device: str) -> None:
         batch = torch.randint(0, rows, (64,)).to(device)
     else:
         layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)]
-        model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+        dense = torch.nn.Sequential(*layers).to(device)
+        model = DistributedDataParallel(torch.compile(dense) if compiled else dense)
         inner = torch.optim.AdamW(model.parameters(), 1e-3)
         batch = torch.randn(4, width).to(device)
     with lastwords.protect(directory / "checkpoints", model=model, optimizer=inner) as tft:
+        passed = {**FIRST_LINE, "built": time.monotonic()}
         point = tft.resume(missing_ok=True)
+        passed["read"] = time.monotonic()
         first = step = 0 if point is None else point.global_step
         while not stop(directory, device):
             step += 1
@@ -113,11 +140,17 @@ def train(directory: Path, width: int, rows: int, device: str) -> None:
             tft.optimizer.step()
             tft.step_end(1, step)
             if step == first + 1:
-                rank = dist.get_rank()
                 stepped = {"pid": os.getpid(), "mono_s": time.monotonic(), "cpu_s": sum(os.times()[:2]), "step": step}
-                temporary = directory / f"stepped_{rank}.new"
-                temporary.write_text(json.dumps(stepped), encoding="utf-8")
-                temporary.rename(directory / f"stepped_{rank}")
+                say(directory, f"stepped_{dist.get_rank()}", {**passed, **stepped})
+            if step == first + STEPS:
+                say(directory, f"trained_{dist.get_rank()}", {"first": passed["mib"], "trained": private_mib()})
+
+
+def say(directory: Path, name: str, what: dict[str, Any]) -> None:
+    """In a file that is whole once it is there."""
+    temporary = directory / f"{name}.new"
+    temporary.write_text(json.dumps(what), encoding="utf-8")
+    temporary.rename(directory / name)
 
 
 def stop(directory: Path, device: str) -> bool:
@@ -130,20 +163,39 @@ def stop(directory: Path, device: str) -> bool:
     return bool(answer)
 
 
+def start(launcher: str, ranks: int, directory: Path, flags: list[str]) -> subprocess.Popen[bytes]:
+    """A job, which writes to `log`."""
+    module = ["lastwords.cli", "run"] if launcher == "lastwords run" else ["torch.distributed.run"]
+    command = [sys.executable, "-m", *module, "--standalone", "--nproc-per-node", str(ranks), __file__]
+    command += ["--train", str(directory), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(directory / "compiled")}
+    with (directory / "log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def started(launcher: str, ranks: int, flags: list[str]) -> dict[str, float]:
+    """Seconds from a job's start to the first step of all its ranks, and MiB of the rank that has most."""
+    directory, begun_mono_s = Path(tempfile.mkdtemp(prefix="bench-heal-")), time.monotonic()
+    job = start(launcher, ranks, directory, flags)
+    try:
+        _await(job, directory, lambda: len(said(directory, "trained")) == ranks)
+        updated_s = max(one["mono_s"] for one in stepped(directory)) - begun_mono_s
+        memory = {f"{when}_mib": max(one[when] for one in said(directory, "trained")) for when in ("first", "trained")}
+        (directory / "stop").touch()
+        job.wait(RECOVERY_TIMEOUT_S)
+    finally:
+        job.terminate()
+        job.wait()
+    shutil.rmtree(directory)
+    return {"updated": updated_s, **memory}
+
+
 def measure(launcher: str, kills: int, ranks: int, flags: list[str], seed: int) -> list[dict[str, float]]:
     """Seconds from each kill to what follows it, and processor seconds of a rank."""
     draw = random.Random(seed)
     directory = Path(tempfile.mkdtemp(prefix="bench-heal-"))
     ours = launcher == "lastwords run"
-    command = [sys.executable, "-m", *(["lastwords.cli", "run"] if ours else ["torch.distributed.run"])]
-    command += ["--standalone", "--nproc-per-node", str(ranks), __file__]
-    command += ["--train", str(directory), *flags]
-
-    def started() -> subprocess.Popen[bytes]:
-        with (directory / "log").open("ab") as log:
-            return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-
-    job = started()
+    job = start(launcher, ranks, directory, flags)
     found: list[dict[str, float]] = []
     try:
         _await(job, directory, lambda: len(stepped(directory)) == ranks)
@@ -155,7 +207,7 @@ def measure(launcher: str, kills: int, ranks: int, flags: list[str], seed: int) 
             os.kill(draw.choice(before)["pid"], signal.SIGKILL)
             if not ours:  # its own --max-restarts keeps the store, and ranks find addresses of the dead there
                 job.wait(RECOVERY_TIMEOUT_S)
-                job = started()
+                job = start(launcher, ranks, directory, flags)
             _await(job, directory, lambda pids=pids: not pids & {one["pid"] for one in stepped(directory)})
             again = stepped(directory)
             figures = {"updated": max(one["mono_s"] for one in again) - killed_mono_s}
@@ -163,6 +215,9 @@ def measure(launcher: str, kills: int, ranks: int, flags: list[str], seed: int) 
                 recovered = len(found) + 1
                 _await(job, directory, lambda count=recovered: len(records(directory, "RECOVERED")) >= count)
                 figures = durations(directory, killed_mono_s)
+                figures |= {
+                    what: max(one[what] for one in again) - killed_mono_s for what in ("forked", "built", "read")
+                }
             found.append({**figures, "cpu": statistics.median(one["cpu_s"] for one in again)})
         (directory / "stop").touch()
         job.wait(RECOVERY_TIMEOUT_S)
@@ -175,6 +230,8 @@ def measure(launcher: str, kills: int, ranks: int, flags: list[str], seed: int) 
 
 def plain(nbytes: int) -> dict[str, float]:
     """Seconds to write so many bytes past the page cache with one fsync, to read them, and to copy them in memory."""
+    import numpy as np
+
     block, found = mmap.mmap(-1, 64 << 20), {}
     block.write(os.urandom(len(block)))
     with tempfile.NamedTemporaryFile(prefix="bench-heal-") as file:
@@ -198,7 +255,12 @@ def plain(nbytes: int) -> dict[str, float]:
 
 def stepped(directory: Path) -> list[dict[str, Any]]:
     """What ranks have said after the first step of their newest process."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("stepped_*") if not path.suffix]
+    return said(directory, "stepped")
+
+
+def said(directory: Path, name: str) -> list[dict[str, Any]]:
+    """By each rank."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in directory.glob(f"{name}_*") if not path.suffix]
 
 
 def _await(job: subprocess.Popen[bytes], directory: Path, there: Any) -> None:
@@ -234,6 +296,9 @@ def report(figures: dict[str, Any]) -> None:
             cells.append(f"{statistics.median(values):>8.3f} /{percentile(values):>6.3f}" if values else f"{'–':>16}")
         print(f"{name:<14}{len(runs):>6}{''.join(cells)}")
     if "lastwords run" in figures:
+        runs = [{"killed": 0.0, **run} for run in figures["lastwords run"]]
+        medians = {what: statistics.median(run[to] - run[of] for run in runs) for what, (of, to) in PARTS.items()}
+        print(", ".join(f"{what} {seconds:.2f} s" for what, seconds in medians.items()))
         updated = sorted(run["updated"] for run in figures["lastwords run"])
         cpu = statistics.median(run["cpu"] for run in figures["lastwords run"])
         for what, value, limit in (
@@ -242,6 +307,15 @@ def report(figures: dict[str, Any]) -> None:
             ("processor", cpu, BUDGET_CPU_S),
         ):
             print(f"budget, {what}: {limit:.2f} s: {'met' if value <= limit else 'MISSED'}")
+
+
+def report_starts(launcher: str, starts: list[dict[str, float]]) -> None:
+    """Medians."""
+    middle = {what: statistics.median(one[what] for one in starts) for what in starts[0]}
+    print(
+        f"{launcher}: all ranks have updated {middle['updated']:.2f} s after the start; private memory of a rank "
+        f"{middle['first_mib']:.1f} MiB at its first line, {middle['trained_mib']:.1f} MiB after {STEPS} steps"
+    )
 
 
 def percentile(values: list[float]) -> float:

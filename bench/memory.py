@@ -22,9 +22,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-
 BUDGET_MIB = 16.0
 KINDS = ("plain", "gRPC channel alone", "TFTRegister")
 
@@ -109,6 +106,8 @@ def main() -> int:
     parser.add_argument("--rank", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--dir", default=".", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if arguments.rank:
         be_rank(arguments.rank, arguments.steps, arguments.dir)
         return 0
