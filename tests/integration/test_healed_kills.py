@@ -18,17 +18,21 @@ from tests.integration.faults import dying
 from tests.integration.kills import Kill
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Launch, Rig
+from tests.selection import more
 
 pytestmark = pytest.mark.process
 
 PHASES = ("forward", "backward", "after_update")
 VICTIMS = ((0,), (1,), (2, 0))
-KILLS = [
-    Kill(phase, 2 + 2 * count, victims) for count, (phase, victims) in enumerate(itertools.product(PHASES, VICTIMS))
-]
-"""One in each generation; the generation before has taken a step of its own."""
+MOST = ((0, 1, 2),)
+"""Of four ranks."""
 LAYOUT = Layout(world_size=3, epochs=3)
 LONG = dataclasses.replace(LAYOUT, epochs=5)
+
+
+def kills_of(victims: Sequence[tuple[int, ...]]) -> list[Kill]:
+    """One in each generation; the generation before has taken a step of its own."""
+    return [Kill(phase, 2 + 2 * count, dead) for count, (phase, dead) in enumerate(itertools.product(PHASES, victims))]
 
 
 def check_processes(launch: Launch, generations: int) -> None:
@@ -52,21 +56,27 @@ def killed(launch: Launch) -> list[str]:
     return re.findall(r"^rank \d+ is killed.*", said(launch), flags=re.MULTILINE)
 
 
-def test_all_ranks_are_started_again_after_each_kill_and_no_bit_differs(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "victims"), [(3, VICTIMS), more(4, MOST)], ids=["one or two of three", "three of four"]
+)
+def test_all_ranks_are_started_again_after_each_kill_and_no_bit_differs(
+    ranks: int, victims: Sequence[tuple[int, ...]], rig: Rig
+) -> None:
+    kills, layout = kills_of(victims), dataclasses.replace(LONG, world_size=ranks)
     faults = [
         dataclasses.replace(fault, restart=generation)
-        for generation, kill in enumerate(KILLS)
-        for fault in kill.faults(LONG)
+        for generation, kill in enumerate(kills)
+        for fault in kill.faults(layout)
     ]
-    launch, difference = rig.healed(LONG, faults)
+    launch, difference = rig.healed(layout, faults)
     assert difference is None, launch.fail(str(difference))
-    check_processes(launch, 1 + len(KILLS))
+    check_processes(launch, 1 + len(kills))
     saved = saved_steps(launch)
-    assert len(saved) == len(KILLS), launch.fail(f"saved {saved}")
-    for step, kill in zip(saved, KILLS, strict=True):
-        assert step in kill.steps_expected(LONG), launch.fail(f"{kill}: step {step} was saved")
+    assert len(saved) == len(kills), launch.fail(f"saved {saved}")
+    for step, kill in zip(saved, kills, strict=True):
+        assert step in kill.steps_expected(layout), launch.fail(f"{kill}: step {step} was saved")
     resumes = [one for records in launch.track.records for one in records if one["kind"] == "resumed"]
-    assert len(resumes) == LONG.world_size * len(KILLS)
+    assert len(resumes) == layout.world_size * len(kills)
     assert all(one["exact"] for one in resumes), launch.fail("a resume was not exact")
     assert not killed(launch)
     assert "outlived" not in said(launch), "there are only the launcher's own processes, some from before"
