@@ -105,6 +105,12 @@ def main() -> None:
                 optimizer.step()
                 die(step, "win")
                 ended(step, net.state_dict(), optimizer.state_dict()["state"], loss.detach())
+                if step % 5 == 0:
+                    model.eval()
+                    with torch.no_grad():
+                        model(batch)
+                    die(step, "evaluating")
+                    model.train()
     final(net.state_dict())
     dist.destroy_process_group()
 

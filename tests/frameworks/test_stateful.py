@@ -24,12 +24,12 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="not inst
 __all__ = ["whole"]
 
 CASES = {
-    "draws": ("1:3:fwd", "0:7:win", "1:8:fwd", "0:16:win"),
+    "draws": ("1:3:fwd", "0:7:win", "1:8:fwd", "0:10:evaluating", "0:16:win"),
     "shuffle drop workers draws": ("1:3:fwd", "0:13:win", "1:14:fwd"),
     "stream": ("1:3:fwd", "0:7:win", "1:8:fwd", "0:16:win"),
-    "drop stream workers": ("1:3:fwd", "0:6:win", "1:7:fwd"),
+    "drop stream workers": ("1:3:fwd", "0:6:win", "1:7:fwd", "1:10:evaluating"),
 }
-"""In an epoch, at the end of one, at the begin of the next."""
+"""In an epoch, at the end of one, at the begin of the next, in an evaluation."""
 
 
 @pytest.fixture
