@@ -10,9 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
 
-from tests.frameworks.script import CASE, DIRECTORY, RANK, WORDS, Texts, die, ended, final, masked, protect_trainer
+from tests.frameworks.script import (
+    CASE,
+    DIRECTORY,
+    RANK,
+    WORDS,
+    Texts,
+    die,
+    digest,
+    ended,
+    final,
+    masked,
+    protect_trainer,
+    telling,
+)
 
 RANKS, EPOCHS, STEPS, ACCUMULATE, BATCH = 2, 3, 6, 2, 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "best": {"eval_on_start": True, "save_strategy": "best"},
     "skips": {"ignore_data_skip": True, "dataloader_drop_last": True, "logging_first_step": True},
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, "warmup_steps": 0},
+    "scaler": {"fp16": True},
     "persistent": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
 }
 """Arguments of a Trainer, by a word of the case."""
@@ -47,7 +62,8 @@ class Probe(transformers.TrainerCallback):  # type: ignore[misc]
             torch.distributed.barrier()
         rates = [one["lr"] for one in optimizer.param_groups]
         averaged = [] if AVERAGE.model is None else AVERAGE.model.state_dict()
-        ended(state.global_step, model.state_dict(), optimizer.state_dict()["state"], rates, averaged)
+        scales = [one.state_dict() for one in SCALERS]
+        ended(state.global_step, model.state_dict(), optimizer.state_dict()["state"], rates, averaged, scales)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **of: Any) -> None:
         die(state.global_step, "evaluated")
@@ -164,6 +180,21 @@ class Augmented(Texts):
         return {**row, "input_ids": row["input_ids"].roll(int(self.draws.integers(3)) + self.seen % 2)}
 
 
+class Unequal(Texts):
+    """Of one to WORDS words."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: words[: 1 + index % WORDS] for name, words in super().__getitem__(index).items()}
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """As long as the longest of them."""
+    left_out = {"input_ids": 0, "labels": -100}
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], True, value) for name, value in left_out.items()
+    }
+
+
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     mean, seen = 0.0, 0
 
@@ -179,6 +210,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         loader = DataLoader(self.train_dataset, BATCH, sampler=WeightedRandomSampler([1.0, 2.0] * 8, 96))
         return self.accelerator.prepare(loader)
 
+    def save_model(self, *of: Any, **more: Any) -> None:
+        super().save_model(*of, **more)
+        die(self.state.global_step, "saving")  # the optimizer and all else of the checkpoint come after the weights
+
     def compute_loss(self, model: Any, *of: Any, **more: Any) -> Any:
         loss = super().compute_loss(model, *of, **more)
         if "own loss" in CASE and model.training:
@@ -191,6 +226,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 AVERAGE = Average()
+SCALERS = [torch.amp.GradScaler("cpu", 2.0**20, growth_interval=3)] if CASE == "scaler" else []
+"""Its first updates overflow, and are left out."""
 
 
 class Overrides(Trainer):
@@ -233,7 +270,7 @@ def main() -> None:
     by_epoch = "epoch" in CASE
     settings: dict[str, Any] = {
         "num_train_epochs": EPOCHS,
-        "max_steps": 9 if "stops" in CASE else 18 if "stream" in CASE else -1,
+        "max_steps": 18 if "stream" in CASE else -1,
         "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": ACCUMULATE,
         "learning_rate": 1e-2,
@@ -257,7 +294,8 @@ def main() -> None:
         settings |= values if word in CASE else {}
     arguments = transformers.TrainingArguments(str(DIRECTORY / "out"), **settings)
     count = RANKS * STEPS * ACCUMULATE * BATCH
-    data: Any = Stream(count) if "stream" in CASE else Augmented(count) if "augmented" in CASE else Texts(count)
+    kinds = {"stream": Stream, "augmented": Augmented, "lengths": Unequal}
+    data: Any = next((kind for word, kind in kinds.items() if word in CASE), Texts)(count)
     optimizers: Any = (None, None)
     if "own optimizer" in CASE:
         sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -273,9 +311,11 @@ def main() -> None:
         if "collator has generators" in CASE
         else masked
         if "draws" in CASE
+        else padded
+        if "lengths" in CASE
         else None,
         callbacks=[
-            transformers.EarlyStoppingCallback(early_stopping_patience=3),
+            transformers.EarlyStoppingCallback(*((2, 100.0) if "stops" in CASE else (3,))),
             *([Counts()] if "counts" in CASE else []),
             *([Curriculum(data)] if "curriculum" in CASE else []),
             *([Clips()] if "clips" in CASE else []),
@@ -286,16 +326,22 @@ def main() -> None:
         ],
         optimizers=optimizers,
     )
+    if SCALERS:  # as where there is a GPU: on a CPU accelerate makes none, and trains in single precision
+        trainer.accelerator.scaler, trainer.accelerator.native_amp = SCALERS[0], True
     protect_trainer(trainer)
     if "resumes by itself" in CASE:
         trainer.train(resume_from_checkpoint=True)
-    done = trainer.train()
+    with telling():
+        done = trainer.train()
     if "twice" in CASE:
         trainer.train()
+    if "two trainers" in CASE:
+        transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=Texts(16)).train()
     log = [{k: v for k, v in one.items() if not any(t in k for t in TIMES)} for one in trainer.state.log_history]
-    (DIRECTORY / f"log-{RANK}").write_text(
-        json.dumps([log, done.training_loss, trainer.state.best_model_checkpoint is not None])
-    )
+    logged = [log, done.training_loss, trainer.state.best_model_checkpoint is not None]
+    if not CASE:
+        logged.append(digest(torch.as_tensor(trainer.predict(Texts(8)).predictions)))
+    (DIRECTORY / f"log-{RANK}").write_text(json.dumps(logged))
     final(model.state_dict(), torch.get_rng_state())
     torch.distributed.destroy_process_group()  # else torch may abort as the interpreter ends
 

@@ -21,7 +21,19 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
-from tests.frameworks.script import CASE, DIRECTORY, RANK, Texts, die, ended, final, lightning_callbacks, masked
+from tests.frameworks.script import (
+    CASE,
+    DIRECTORY,
+    RANK,
+    Texts,
+    die,
+    digest,
+    ended,
+    final,
+    lightning_callbacks,
+    masked,
+    telling,
+)
 
 RANKS, EPOCHS, STEPS, BATCH = 2, 3, 6, 4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -90,10 +102,15 @@ class Module(pl.LightningModule):
 
     def validation_step(self, batch: Any, number: int) -> None:
         die(done(self.trainer), "evaluating")
-        self.log("val_loss", self.loss_of(batch), sync_dist=True)
+        noise = torch.rand(()) if "draws" in CASE else 0.0
+        self.log("val_loss", self.loss_of(batch) + noise, sync_dist=True)
 
     def test_step(self, batch: Any, number: int) -> None:
         self.log("test_loss", self.loss_of(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, number: int) -> torch.Tensor:
+        scores: torch.Tensor = self.rest(self.words(batch["input_ids"]))
+        return scores
 
     def configure_optimizers(self) -> Any:
         if TWO:
@@ -195,6 +212,9 @@ class Probe(pl.Callback):
                 float(trainer.callback_metrics.get("val_loss", 0.0)),
             )
 
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        die(done(trainer), "saving")
+
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         die(done(trainer), "evaluated")
 
@@ -207,7 +227,7 @@ class Probe(pl.Callback):
 def main() -> None:
     pl.seed_everything(7)
     callbacks: list[Any] = [
-        EarlyStopping("val_loss", patience=5),
+        EarlyStopping("val_loss", *((100.0, 3) if "early" in CASE else (0.0, 5))),
         ModelCheckpoint(DIRECTORY / "out", monitor="val_loss", save_top_k=2, save_last=True),
     ]
     callbacks += [
@@ -251,10 +271,13 @@ def main() -> None:
         if "module data" in CASE:
             trainer.fit(module, datamodule=Data(train), **more)
         else:
-            trainer.fit(module, train, DataLoader(Texts(16), BATCH), **more)
+            with telling():
+                trainer.fit(module, train, DataLoader(Texts(16), BATCH), **more)
     best = [float(v) for v in trainer.checkpoint_callback.best_k_models.values()]  # type: ignore[union-attr]
     if "csv" in CASE:
         best += [one["test_loss"] for one in trainer.test(module, DataLoader(Texts(8), BATCH))]
+    if not CASE:
+        best.append(digest(trainer.predict(module, DataLoader(Texts(8), BATCH))))
     (DIRECTORY / f"log-{RANK}").write_text(json.dumps(best))
     final(module.state_dict(), torch.get_rng_state())
 

@@ -1,8 +1,8 @@
 """What the scripts here have in common: a probe that looks at every step, deaths, and data.
 
-Arguments of a script: a directory, and deaths as rank:step:phase that happen once. Each rank adds a line per step to
-{directory}/trace-{rank}: its number, a digest of all that it trains with, and the pid. final-{rank} is what is there at
-the end.
+Arguments of a script: a directory, and deaths as rank:step:phase that happen once; with ! at the end, an exception.
+Each rank adds a line per step to {directory}/trace-{rank}: its number, a digest of all that it trains with, and the
+pid. final-{rank} is what is there at the end, and raised-{rank} what Trainer.train() or fit() has raised.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,10 @@ def break_it() -> None:
             return None if point is None else dataclasses.replace(point, begun=True)
 
         lastwords.TFTRegister.resume = resume_as_if_begun  # type: ignore[method-assign]
+    elif BROKEN == "step_begin":
+        from lastwords.optim_wrapper.trainer.run import ProtectedRun
+
+        ProtectedRun.begin_step = lambda run: None  # type: ignore[method-assign]
 
 
 def protect_trainer(trainer: Any) -> None:
@@ -94,12 +100,24 @@ def die(step: int, phase: str) -> None:
     """Here, if the plan says so; in a forward pass once all ranks have come to it."""
     for death in DEATHS:
         mark = DIRECTORY / f"died-{death.replace(':', '-')}"
-        if death.endswith(f":{step}:{phase}") and not mark.exists():
+        if death.removesuffix("!").endswith(f":{step}:{phase}") and not mark.exists():
             if phase == "fwd":
                 dist.barrier()
             if death.startswith(f"{RANK}:"):
                 mark.touch()
+                if death.endswith("!"):
+                    raise RuntimeError(death)
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Inside, a Trainer trains, and a user looks at what it raises."""
+    try:
+        yield
+    except Exception as error:
+        (DIRECTORY / f"raised-{RANK}").write_text(str(error))
+        raise
 
 
 def ended(step: int, *state: Any) -> None:

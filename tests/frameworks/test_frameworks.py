@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lastwords.integrations import auto
 from tests.launcher.forked import ROOT
 from tests.launcher.test_heal import environment, trace
 
@@ -29,8 +30,8 @@ LAUNCHERS = {"torchrun": ["torch.distributed.run"], "healing": ["lastwords.cli",
 WAIT_S = 300.0
 NOT_EXACT = "lastwords: not exact, because"
 
-IN_TURN = ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:epoch")
-"""In a forward pass, an evaluation, between an update and the end of its step, and at an epoch's end."""
+IN_TURN = ("1:4:fwd", "0:6:evaluating", "1:9:saving", "1:11:win", "0:12:epoch")
+"""In a forward pass, an evaluation, a save, between an update and the end of its step, and at an epoch's end."""
 
 CASES = {
     "transformers": {
@@ -52,6 +53,7 @@ CASES = {
         "stream shards": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "stream shards workers": ("1:4:fwd", "0:11:win"),
         "compiled": ("1:4:fwd", "0:11:win"),
+        "scaler": ("1:2:fwd", "0:6:evaluating", "1:11:fwd"),
         "lora bf16 noise best": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
     },
     "lightning": {
@@ -66,7 +68,7 @@ CASES = {
         "stream": ("1:4:fwd", "0:11:win"),
         "one cycle hook draws": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "one cycle hook draws workers": ("1:4:fwd", "0:9:fwd"),
-        "nested metrics": ("1:4:fwd", "0:11:fwd"),
+        "nested metrics early": ("1:4:fwd", "0:11:fwd"),
         "own sampler": ("1:4:fwd", "0:9:fwd", "1:11:win"),
         "overfits timed": ("1:2:fwd", "0:2:evaluating", "0:2:epoch", "1:4:fwd", "0:4:evaluating"),
     },
@@ -117,6 +119,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     return of
 
 
+def is_told(said: str) -> bool:
+    """Whether a rank has said that a resume is not exact, or `lastwords run`, which hears of it later."""
+    launchers = [line for line in said.splitlines() if line.startswith("lastwords run:")]
+    return NOT_EXACT in said or any("is not exact" in line for line in launchers)
+
+
 def check_equal(directory: Path, undisturbed: Path, files: tuple[str, ...] = ("final", "log")) -> None:
     """All steps, what is there at the end, and what was logged."""
     for rank in range(RANKS):
@@ -135,7 +143,7 @@ def test_a_trainer_is_healed_bit_for_bit(
     said = run(tmp_path, library, case, *deaths, PROTECTED="1")
     check_equal(tmp_path, undisturbed)
     assert {path.name for path in tmp_path.glob("died-*")} == {f"died-{death.replace(':', '-')}" for death in deaths}
-    assert NOT_EXACT not in said, said
+    assert not is_told(said), said
 
 
 def test_a_trainer_whose_ranks_all_stop_after_an_update_goes_on_from_there(
@@ -145,6 +153,18 @@ def test_a_trainer_whose_ranks_all_stop_after_an_update_goes_on_from_there(
     undisturbed = whole("transformers", "waits")
     run(tmp_path, "transformers", "waits", "1:4:stepping", "0:6:stepping", "1:9:stepping", PROTECTED="1")
     check_equal(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_an_exception_of_one_rank_is_healed_and_no_other_rank_raises_it(
+    library: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """The other one waits for it in a collective, in which torch has an error of its own."""
+    undisturbed = whole(library, "")
+    said = run(tmp_path, library, "", "1:4:fwd!", PROTECTED="1")
+    check_equal(tmp_path, undisturbed)
+    assert {path.name: path.read_text() for path in tmp_path.glob("raised-*")} == {"raised-1": "1:4:fwd!"}
+    assert not is_told(said), said
 
 
 @pytest.mark.parametrize("library", SCRIPTS)
@@ -196,6 +216,13 @@ def test_an_adaptor_that_lacks_a_part_differs(
         check_equal(tmp_path, undisturbed)
 
 
+def test_an_adaptor_that_begins_no_step_is_told(whole: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """Of transformers. Lightning's then does again what comes between two steps, after each death, with equal bits."""
+    whole("transformers", "draws")
+    said = run(tmp_path, "transformers", "draws", "1:6:evaluating", PROTECTED="1", BROKEN="step_begin")
+    assert is_told(said), said
+
+
 @pytest.mark.parametrize(
     ("library", "case", "word"),
     [
@@ -222,9 +249,27 @@ def test_what_is_not_known_is_refused_with_the_reason(
     assert word in done.stderr
 
 
+def test_a_second_trainer_is_refused_with_auto(whole: Callable[[str, str], Path], tmp_path: Path) -> None:
+    whole("transformers", "")
+    done = started(tmp_path, "transformers", "two trainers", AUTO="1")
+    assert done.returncode == 1, done.stderr
+    assert auto._TRAINS in done.stderr
+
+
 def test_a_log_of_a_healed_run_is_that_of_the_whole_one(whole: Callable[[str, str], Path]) -> None:
     """The comparison above is of something."""
-    history, loss, best = json.loads((whole("transformers", "") / "log-0").read_text())
+    history, loss, best, predicted = json.loads((whole("transformers", "") / "log-0").read_text())
     assert len(history) == 16
     assert loss > 0
     assert best
+    assert predicted
+
+
+@pytest.mark.parametrize(
+    ("library", "case", "last"), [("transformers", "stops draws", 9), ("lightning", "nested metrics early", 12)]
+)
+def test_early_stopping_ends_the_whole_run(
+    library: str, case: str, last: int, whole: Callable[[str, str], Path]
+) -> None:
+    """What is compared above has been stopped, in the step of the last death or after it."""
+    assert max(trace(whole(library, case), 0)) == last
