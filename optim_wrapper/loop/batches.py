@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,9 +28,6 @@ from lastwords.optim_wrapper.state.generators import GeneratorState, of_stream, 
 from lastwords.optim_wrapper.state.object_walk import Beyond, Cell, Walk, own_of
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 
-if TYPE_CHECKING:
-    from lastwords.optim_wrapper.trainer.run import Run
-
 UNKNOWN_END = (
     "an epoch's last step had just ended, and samplers draw once more from their own generators ({}) where a loop asks "
     "for another batch, as `for` does, which is not known here"
@@ -46,6 +43,28 @@ _EPOCH = "epoch"
 """What samplers and data sets call it: the argument of `set_epoch`."""
 
 _LOADERS = "loader."
+
+
+class RunLike(Protocol):
+    """What of a run is asked here. All on the training thread."""
+
+    def begin_step(self) -> None:
+        """The next step begins here, and here a resumed run goes on."""
+
+    def know_loader(self, loader: object) -> None:
+        """The loop will iterate over this one."""
+
+    def know_data(self, loader: object) -> None:
+        """The loop iterates over this."""
+
+    def loader_values(self, *, look: bool = False) -> str:
+        """What moves of the loader, as of now. look: also what has moved since the last look."""
+
+    def loader_as_of(self, values: str) -> Callable[[], None]:
+        """Make the loader what it was then; what makes it what it is now."""
+
+    def not_exact(self, *reasons: str) -> None:
+        """Why a resume is not."""
 
 
 class _At(NamedTuple):
@@ -83,7 +102,7 @@ class Batches:
         self._plain: type | None = None
         self.given_by: Any = None
         """What hands its batches on, one later: what the loop iterates over."""
-        self._loop: Callable[[], Run] | None = None
+        self._loop: Callable[[], RunLike] | None = None
         self._resumed: _At | None = None
         self._at = _At()
         self._given = 0
@@ -92,7 +111,7 @@ class Batches:
         """Streams right after the newest epoch's begin."""
         self._opened = self._said = False
 
-    def join(self, loop: Callable[[], Run]) -> None:
+    def join(self, loop: Callable[[], RunLike]) -> None:
         """It belongs to this run from now on. loop: asked for once the run has started."""
         self._loop = loop
 
@@ -167,7 +186,7 @@ class Batches:
 
     # ------------------------------------------------------------------ an epoch
 
-    def _new_epoch(self, loop: Run | None = None) -> Iterator[Any]:
+    def _new_epoch(self, loop: RunLike | None = None) -> Iterator[Any]:
         """What is drawn as an iterator is made is drawn now."""
         self._look(loop)
         at = self._resumed or self._at
@@ -179,7 +198,7 @@ class Batches:
             loop.not_exact(PERSISTENT)
         return self._open()
 
-    def _rest(self, loop: Run) -> Iterator[Any]:
+    def _rest(self, loop: RunLike) -> Iterator[Any]:
         """The first epoch of a resumed run, of which nothing is drawn before its first batch is asked for."""
         loop.begin_step()
         at = self._resumed
@@ -195,7 +214,7 @@ class Batches:
         yield from in_hand
         yield from self._whole(loop, iterator)
 
-    def _whole(self, loop: Run, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _whole(self, loop: RunLike, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
             if self._given != self._facts.batches:  # else what comes now is the epoch's end, which belongs to a step
                 loop.begin_step()
@@ -211,7 +230,7 @@ class Batches:
             self._given += 1
             yield batch
 
-    def _go_on(self, at: _At, loop: Run) -> tuple[Iterator[Any], list[Any]]:
+    def _go_on(self, at: _At, loop: RunLike) -> tuple[Iterator[Any], list[Any]]:
         """An iterator over the rest of the epoch, and what had been fetched in advance. Streams and attributes stay.
 
         An epoch's order depends on what they were at its begin, the batch in hand on what they were right before it was
@@ -261,7 +280,7 @@ class Batches:
         self._begun = self._taken()
         return iterator
 
-    def _look(self, loop: Run | None) -> None:
+    def _look(self, loop: RunLike | None) -> None:
         """At the loader, once, and at the streams that it may draw from."""
         with self._as_it_was():
             if not self._streams:

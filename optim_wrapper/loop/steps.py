@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
 from lastwords.checkpoint.meta import LoopFacts
@@ -43,10 +43,23 @@ from lastwords.optim_wrapper.loop.data_position import (
 )
 from lastwords.optim_wrapper.loop.loader_changes import Onward, about, dealing
 
-if TYPE_CHECKING:
-    from lastwords.optim_wrapper.trainer.run import Run
-
 _log = logging.getLogger(__name__)
+
+
+class StepEvents(Protocol):
+    """Who hears of the loop's progress. All are called on the thread that runs the loop."""
+
+    def epoch_start(self, epoch: int) -> None:
+        """`epoch` (1-based) begins; the random streams of this moment are the ones to resume it from."""
+
+    def under_way(self, epoch: int, step: int) -> None:
+        """`step` (1-based) of `epoch` begins."""
+
+    def step_end(self, epoch: int, step: int) -> None:
+        """`step` of `epoch` has ended."""
+
+    def round_over(self, epoch: int, step: int) -> None:
+        """The body, which had ended `step` itself, is done with what came after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,7 @@ class Steps:
         epochs: int,
         *,
         accumulate: int = 1,
-        events: Run,
+        events: StepEvents,
         ledger: Ledger | None = None,
         aside: Callable[[], AbstractContextManager[object]] = nullcontext,
         resume: ResumeAt | None = None,

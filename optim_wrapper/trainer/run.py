@@ -74,7 +74,7 @@ _ended_in: dict[str, int] = {}
 
 
 class Run:
-    """Where a run stands that nobody protects; `Steps` says how its loop goes on. Training thread only."""
+    """Where a run stands that nobody protects, and the `StepEvents` of its loop. Training thread only."""
 
     def __init__(self, world: World, recorder: StepRecorder, buckets: BucketOrder, facts: RunFacts) -> None:
         self.world = world
@@ -254,7 +254,7 @@ class Run:
         if not self.recorder.attributes.knows_loader(loader):
             self.not_exact(STARTED_WORKERS.format(type(loader.dataset).__name__))
 
-    # ------------------------------------------------------------------ what `Steps` says
+    # ------------------------------------------------------------------ StepEvents
 
     def epoch_start(self, epoch: int) -> None:
         """Before the first batch of `epoch` is asked for."""
