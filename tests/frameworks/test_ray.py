@@ -22,7 +22,8 @@ pytestmark = [
 ]
 
 WAIT_S = 600.0
-DEATHS = ("1:3:fwd", "0:9:win")
+DEATHS = ("1:3:fwd", "0:12:win")
+"""In a forward pass, and after the update at an epoch's end."""
 
 
 def run(directory: Path, *deaths: str, **more: str) -> None:
