@@ -74,7 +74,7 @@ def _carry_out_the_dead_ranks_step(self: Any, decision: Any) -> None:
 def _publish_at_once(self: Any) -> None:
     if self._context.state is JobStage.SAVING and not self.saving.writing:
         self._context.state = JobStage.PUBLISHING
-        self.saving.start_publish(self.words(), self.causes.ranks)
+        self.saving.start_publish(self.words(), self.causes.ranks, {})
 
 
 def _resume_after_select(self: Any, rank: int, *, was_dead: bool) -> None:
