@@ -364,8 +364,8 @@ class IncidentFacts:
     """What the controller knows about a checkpoint beside its parts.
 
     writers: the ranks whose parts belong to it. local_ranks: those whose local state should be in it;
-    lost_locals: for each rank whose local state is lost, why. facts: added to those of the writers. moved: of ranks,
-    names of state that is in no copy.
+    lost_locals: for each rank whose local state is lost, why. facts: added to those of the writers. doubts: of
+    ranks, why their own is not exact.
     """
 
     job: str
@@ -380,7 +380,7 @@ class IncidentFacts:
     lost_locals: Mapping[int, str] = field(default_factory=dict)
     parent_job: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    moved: Mapping[int, str] = field(default_factory=dict)
+    doubts: Mapping[int, str] = field(default_factory=dict)
 
 
 def build_manifest(
@@ -401,8 +401,8 @@ def build_manifest(
             reasons.append(Reason(why, Cause.LOCAL_STATE_LOST, (rank,)))
         elif not local.exact:
             reasons += [reason.of_rank(rank) for reason in local.reasons or (Reason("no reason given"),)]
-    for rank, names in incident.moved.items():
-        reasons.append(Reason(f"{names} changed for the first time since the last check: not saved", ranks=(rank,)))
+    for rank, why in incident.doubts.items():
+        reasons.append(Reason(why, ranks=(rank,)))
     for unit, entry in sorted(units.items()):
         # The writer's own: a step cut off between update and end leaves, for one, a scheduler that has not moved.
         reasons += [Reason(reason, unit=Share.parse(unit).unit) for reason in entry.reasons]

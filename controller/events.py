@@ -313,7 +313,7 @@ class StartPublish:
     """Give the verified directory its final name. Answer: Published or PublishFailed.
 
     lost_local_ranks: ranks whose rank-local state nobody could write (their whole host is lost); the manifest
-    says that their resume is not exact. moved: of which ranks it also says so, as these names of state are in no copy.
+    says that their resume is not exact. doubts: of which other ranks it says so, and why.
     """
 
     incident: int
@@ -325,7 +325,7 @@ class StartPublish:
     cause_ranks: tuple[int, ...]
     dead_ranks: tuple[int, ...]
     lost_local_ranks: tuple[int, ...]
-    moved: tuple[tuple[int, str], ...] = ()
+    doubts: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -600,8 +600,8 @@ class Incident(IncidentState):
     def _publish(self) -> None:
         self._context.state = JobStage.PUBLISHING
         self._await_storage()
-        moved = {rank: report.moved for rank, report in self._settled.items() if report.moved}
-        self.saving.start_publish(self.words(), self.causes.ranks, moved)
+        doubts = {rank: report.doubts for rank, report in self._settled.items() if report.doubts}
+        self.saving.start_publish(self.words(), self.causes.ranks, doubts)
 
     def _reject(self, problems: tuple[tuple[int, str], ...]) -> None:
         self._context.timers.clear("storage")

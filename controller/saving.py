@@ -341,8 +341,8 @@ class Saving:
         self.finished = {key: part for key, part in self.finished.items() if part not in shared}
         return True
 
-    def start_publish(self, reason: str, cause_ranks: tuple[int, ...], moved: Mapping[int, str]) -> None:
-        """The parts are good: give the directory its final name. moved: see `Settled`, by rank."""
+    def start_publish(self, reason: str, cause_ranks: tuple[int, ...], doubts: Mapping[int, str]) -> None:
+        """The parts are good: give the directory its final name. doubts: see `Settled`, by rank."""
         members = self._context.members.members
         self._publishing.add(self.attempt)
         self._order_files(
@@ -356,7 +356,7 @@ class Saving:
                 cause_ranks=cause_ranks,
                 dead_ranks=tuple(sorted(rank for rank, member in members.items() if member.life is Life.DEAD)),
                 lost_local_ranks=self.lost_local_ranks,
-                moved=tuple(sorted(moved.items())),
+                doubts=tuple(sorted(doubts.items())),
             )
         )
 

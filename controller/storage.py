@@ -384,7 +384,7 @@ class StorageJobs:
             cause_ranks=effect.cause_ranks,
             lost_locals=dict.fromkeys(effect.lost_local_ranks, "no process of its host was left to read its black box"),
             facts={"dead_ranks": list(effect.dead_ranks)},
-            moved=dict(effect.moved),
+            doubts=dict(effect.doubts),
         )
         root, tmp_dir, progress = self._root(effect.target), self._tmp_dir(effect), self._progress_of(effect)
         verified, self._verified = self._verified, None  # once: what is published again is read again

@@ -347,16 +347,16 @@ class StepRecorder:
         """The random stream that has moved on this rank since the copy of this kind of a step."""
         return "" if self._box is None else self._box.drawn_since(step, self.attributes.generators.drawn, kind)
 
-    def moved_between(self, step: int) -> list[str]:
-        """What has moved since the end of `step` in a loop that has not begun the next one. Writer's thread.
+    def moved_between(self, step: int, *, asks: bool = True) -> list[str]:
+        """What has moved since the end of `step` in a loop that has not begun the next one. Any thread.
 
-        Nothing that counts in a loop that does all that again.
+        Nothing that counts in a loop that does all that again. asks: also extras, which is the user's code.
         """
         if not self.ends_early or step != self._step or self.loop.repeats:
             return []
         drawn = self.drawn_since(step, SlotKind.COMMITTED)
         of_attributes = attributes.differing(self._attributes_ended, self.attributes.document())
-        return [*self.moved_since(), *filter(None, [drawn, of_attributes])]
+        return [*(self.moved_since() if asks else ()), *filter(None, [drawn, of_attributes])]
 
     def moved_since(self) -> list[str]:
         """What of extras and hyperparameters is not what it was when the copies were taken last."""

@@ -150,6 +150,9 @@ EPOCH_PREFIX = "epoch/"
 """Rank-local tensors of an epoch's start stand under this prefix, beside those of the step itself."""
 
 
+_MOVED_BETWEEN = "{} changed after step_end() of step {}, and the next step had not begun"
+
+
 class Snapshot(NamedTuple):
     """What may move on after a step has ended, as it was at the end of global step `step`.
 
@@ -190,7 +193,7 @@ class Recorded(Protocol):
     def drawn_since(self, step: int) -> str:
         """The random stream that has moved on this rank since the tentative copy of a step that has not ended."""
 
-    def moved_between(self, step: int) -> list[str]:
+    def moved_between(self, step: int, *, asks: bool = True) -> list[str]:
         """What has moved since the end of a step, where the loop says when the next one begins, and has not yet."""
 
 
@@ -343,12 +346,24 @@ class TrainerSource:
         return share_of(read_copy(self._files, share.unit, step) if own is None else own, share)
 
     def settled(self, report: Settled) -> Settled:
-        """With the whole copies in this host's memory, of any rank, and what no copy of this one has. Any thread."""
-        self._settled = self._snapshot
-        with self._reader.aside():
-            moved = self._recorded.attributes.unseen()
+        """With the whole copies in this host's memory, of any rank, and why this one's are not exact. Any thread.
+
+        No code of the user's runs: it might wait for what the training thread holds.
+        """
+        snapshot = self._settled = self._snapshot
+        reasons = []
+        try:
+            with self._reader.aside():
+                new = self._recorded.attributes.unseen()
+                moved = [] if snapshot is None else self._recorded.moved_between(snapshot.step, asks=False)
+        except Exception as error:  # of objects that nobody has foreseen: handed to the checkpoint
+            new, moved = [f"what cannot be looked at ({error!r:.200})"], []
+        if new:
+            reasons.append(f"{some(new)} changed for the first time since the last check: not saved")
+        if snapshot is not None and moved:
+            reasons.append(_MOVED_BETWEEN.format(some(moved), snapshot.step))
         copies = whole_copies(self._files) if self._copy is not None else ()
-        return replace(report, copies=copies, moved=some(moved))
+        return replace(report, copies=copies, doubts="; ".join(reasons))
 
     def _live(self, unit: str, step: int, stand: Stand, stage: Stage | None) -> UnitState:
         view = self._units.views.get(unit)
@@ -430,7 +445,7 @@ class TrainerSource:
                 why = f"{some(missing)} changed for the first time in step {step}, or after it: not saved"
                 states[rank] = _doubted(state, why)
         if moved := self._recorded.moved_between(step):
-            why = f"{', '.join(moved[:3])} changed after step_end() of step {step}, and the next step had not begun"
+            why = _MOVED_BETWEEN.format(some(moved), step)
             for rank, state in states.items():
                 if state.meta.kind == COMMITTED and not state.meta.slot.get("begun"):
                     states[rank] = _doubted(state, why)

@@ -178,7 +178,7 @@ def _judge_of(cls: type, name: str, hint: Any) -> _Judge:
     if hint is float:
         return _judge_duration(where)
     if hint is str:
-        if name in ("reason", "text", "path", "waits_at", "stands_at", "how", "moved"):
+        if name in ("reason", "text", "path", "waits_at", "stands_at", "how", "doubts"):
             return _judge_text(where)
         if name in ("host_id", "nonce"):
             return _judge_match(where, _OPAQUE_ID, "1 to 256 visible ASCII characters")

@@ -136,7 +136,7 @@ class Settled:
 
     Sent again whenever the stand of a frozen rank moves (COMPUTING -> READY, after PROCEED, ...); the newest
     `sequence` (per rank and incident, from 1) counts. copies: those of all ranks of its host, of the dead, too.
-    moved: names of state of this rank that is in none of its copies, as it has changed for the first time just now.
+    doubts: why the copies of what belongs to this rank alone are not exact, as it sees itself.
     """
 
     rank: int
@@ -145,7 +145,7 @@ class Settled:
     sequence: int
     stand: Stand
     copies: tuple[WholeCopy, ...] = ()
-    moved: str = ""
+    doubts: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -613,7 +613,11 @@ def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:
     locals_ = {1: replace(JOB.local(1, 37), exact=False, reasons=(Reason("the tentative copy differed"),))}
     write_part(directory, 0, 4, 7, 37, {"a": JOB.unit("a", 37)}, locals_, {})
     facts = replace(
-        JOB.facts(37), writers=(0,), world_size=3, lost_locals={2: "its host was lost"}, moved={1: "model.scale"}
+        JOB.facts(37),
+        writers=(0,),
+        world_size=3,
+        lost_locals={2: "its host was lost"},
+        doubts={1: "model.scale has moved"},
     )
     manifest = load.open_checkpoint(publish.publish(tmp_path, directory, facts)).manifest
     assert not manifest.exact
@@ -621,7 +625,7 @@ def test_reasons_say_why_a_resume_is_not_exact(tmp_path: Path) -> None:
         Reason("it was not written", Cause.LOCAL_STATE_LOST, (0,)),
         Reason("the tentative copy differed", ranks=(1,)),
         Reason("its host was lost", Cause.LOCAL_STATE_LOST, (2,)),
-        Reason("model.scale changed for the first time since the last check: not saved", ranks=(1,)),
+        Reason("model.scale has moved", ranks=(1,)),
     )
 
 

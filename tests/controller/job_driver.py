@@ -146,11 +146,11 @@ class JobDriver:
         incident: int = 1,
         sequence: int = 0,
         copies: tuple[WholeCopy, ...] = (),
-        moved: str = "",
+        doubts: str = "",
     ) -> list[Effect]:
         """A Settled, newer than those before unless a sequence is given."""
         self._sequence += 1
-        return self.hear(Settled(rank, GENERATION, incident, sequence or self._sequence, stand, copies, moved))
+        return self.hear(Settled(rank, GENERATION, incident, sequence or self._sequence, stand, copies, doubts))
 
     def kill(self, rank: int, source: DeathSource = DeathSource.ROBUST_MUTEX) -> list[Effect]:
         """The host watch speaks."""

@@ -899,16 +899,16 @@ def test_how_a_rank_has_died_is_said_in_the_reason_and_once_in_the_log() -> None
     golden.says(published.reason)
 
 
-def test_what_no_copy_of_a_survivor_has_is_told_with_the_checkpoint() -> None:
+def test_what_a_survivor_doubts_is_told_with_the_checkpoint() -> None:
     job = JobDriver(3)
     job.kill(1)
-    for rank, moved in ((0, ""), (2, "model.scale")):
-        job.settle(rank, computing(5), moved=moved)
+    for rank, doubts in ((0, ""), (2, "model.scale has moved")):
+        job.settle(rank, computing(5), doubts=doubts)
     job.saved(0, 5)
     job.verified()
     published = job.starts()
     assert isinstance(published, StartPublish)
-    assert published.moved == ((2, "model.scale"),)
+    assert published.doubts == ((2, "model.scale has moved"),)
 
 
 def test_a_neighbour_tells_of_a_death_and_then_how_it_came_about() -> None:

@@ -130,6 +130,17 @@ class BetweenGathers(Between):
         dist.all_reduce(self.drawn)
 
 
+@recipe("between_one", "the same, and only one rank draws, which neither dies nor writes", "epoch@2",
+        {"epoch": "step_end()"}, mixes=False, victim=2)  # fmt: skip
+class BetweenOne(Between):
+    ranks = 3
+
+    def evaluate(self) -> None:
+        self.drawn = torch.rand(()) if self.rank == 1 else torch.zeros(())
+        self.at("epoch")
+        dist.all_reduce(self.drawn)
+
+
 @recipe("between_shuffles", "the same; the evaluation shuffles, and a scheduler is stepped after it", "fwd@5 epoch@4",
         {"epoch": "step_end()"}, mixes=False)  # fmt: skip
 class BetweenShuffles(Between):

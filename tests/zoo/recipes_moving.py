@@ -302,7 +302,7 @@ class Scale(nn.Module):
 
 
 @recipe("late_attr", "an attribute moves for the first time in step 20, on one rank, which neither dies nor writes",
-        "fwd@22 end@22", {"all": ".by changed for the first time"}, mixes=False)  # fmt: skip
+        "fwd@22 end@22", {"all": ".by changed for the first time"}, mixes=False, victim=2)  # fmt: skip
 class LateAttribute(Loop):
     ranks, epochs, per_epoch = 3, 1, 24
 

@@ -54,6 +54,8 @@ SILENT = [
     ("names", "bandit", "fwd"),
     ("where steps begin", "between_gathers", "epoch"),
     more("where steps begin", "between_draws_first", "epoch"),
+    more("what survivors say", "between_one", "epoch"),
+    more("what survivors say", "late_attr", "fwd"),
 ]
 
 

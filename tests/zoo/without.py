@@ -180,6 +180,13 @@ def begins_unasked() -> None:
     importlib.import_module("lastwords.optim_wrapper.capture.recorder").StepRecorder.moved_between = nothing
 
 
+def survivors_silent() -> None:
+    """A survivor that does not write says nothing of what belongs to it alone."""
+    importlib.import_module("lastwords.optim_wrapper.capture.source").TrainerSource.settled = lambda self, report: (
+        report
+    )
+
+
 MECHANISMS: dict[str, Callable[[], None]] = {
     "witness": unseen,
     "sampled words": unsampled,
@@ -204,6 +211,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "variables": variables_unseen,
     "names": nothing_named,
     "where steps begin": begins_unasked,
+    "what survivors say": survivors_silent,
 }
 
 

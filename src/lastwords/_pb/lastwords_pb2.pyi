@@ -188,22 +188,22 @@ class Stack(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Settled(_message.Message):
-    __slots__ = ("rank", "generation", "incident", "sequence", "stand", "copies", "moved")
+    __slots__ = ("rank", "generation", "incident", "sequence", "stand", "copies", "doubts")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STAND_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
+    DOUBTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     generation: int
     incident: int
     sequence: int
     stand: Stand
     copies: _containers.RepeatedCompositeFieldContainer[WholeCopy]
-    moved: str
-    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., sequence: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[WholeCopy, _Mapping]]] = ..., moved: _Optional[str] = ...) -> None: ...
+    doubts: str
+    def __init__(self, rank: _Optional[int] = ..., generation: _Optional[int] = ..., incident: _Optional[int] = ..., sequence: _Optional[int] = ..., stand: _Optional[_Union[Stand, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[WholeCopy, _Mapping]]] = ..., doubts: _Optional[str] = ...) -> None: ...
 
 class WholeCopy(_message.Message):
     __slots__ = ("rank", "step")
