@@ -114,8 +114,10 @@ def _import_all() -> None:
     a fork's end it is collected again: only the collector finds the globals of modules there (functions and they form a
     cycle), and flushes what was opened and not closed.
     """
-    import numpy.ma  # noqa: F401
     import setproctitle
+
+    setproctitle.setproctitle(f"{sys.executable} [lastwords fork server]")  # before anything changes the environment
+    import numpy.ma  # noqa: F401
     import torch
     import torch._dynamo
     import torch.nn.parallel
@@ -134,7 +136,6 @@ def _import_all() -> None:
     from lastwords.optim_wrapper.ddp.ddp_found import known_ddps
     from lastwords.optim_wrapper.state.running import user_modules
 
-    setproctitle.setproctitle(f"{sys.executable} [lastwords fork server]")
     known_ddps()
     deque(user_modules(), 0)
     prepare(Manifest, Heads, LocalMeta, UnitMeta, Start)

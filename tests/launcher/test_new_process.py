@@ -190,9 +190,11 @@ def test_a_program_ends_as_a_process_of_its_own(forks: Forks, tmp_path: Path, en
 def test_ps_tells_ranks_apart_and_has_no_environment_of_theirs(forks: Forks, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "print(open('/proc/self/cmdline').read().strip('\\0'), [open('/proc/self/environ').read().strip('\\0')])"
+        "import os\nprint(open('/proc/self/cmdline').read().strip('\\0'))\n"
+        "print(os.environ['OWN'], 'OWN=' in open('/proc/self/environ').read())"
     )
-    assert forks.run(str(script), "--lr", "1").out == f"{script} --lr 1 [lastwords rank 1] ['']\n"
+    out = forks.run(str(script), "--lr", "1", OWN="mine").out
+    assert out == f"{script} --lr 1 [lastwords rank 1]\nmine False\n"
 
 
 def test_names_that_are_no_unicode_are_passed_on(forks: Forks, tmp_path: Path) -> None:
