@@ -15,9 +15,10 @@ VERSIONS = ">=1.15,<1.16"
 PINNED = {
     "accelerate.data_loader:DataLoaderShard": "3df4701cc83c816d",
     "accelerate.data_loader:SeedableRandomSampler": "7873137e94ae17af",
-    "accelerate.data_loader:get_sampler": "",
+    "accelerate.data_loader:get_sampler": "b77e0470db836a46",
     "accelerate.optimizer:AcceleratedOptimizer": "c7b5f604565cd38b",
-    "accelerate.optimizer:patch_optimizer_step": "",
+    "accelerate.optimizer:patch_optimizer_step": "3ac7f79af6904fd1",
+    "accelerate.accelerator:Accelerator.backward": "f12f7bf1be89d8cb",
 }
 """What is replaced here, or read, and what lies around it."""
 

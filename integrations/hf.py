@@ -41,9 +41,10 @@ PINNED = {
     "transformers.trainer:Trainer._load_rng_state": "c41ec46215457412",
     "transformers.trainer:Trainer.training_step": "047c647ce1c75e89",
     "transformers.trainer:Trainer.get_batch_samples": "51ec44b747e51869",
-    "transformers.trainer:skip_first_batches": "",
+    "transformers.trainer:skip_first_batches": "fb4edc77ee5dcd9f",
     "transformers.trainer_callback:CallbackHandler": "f075619efc6c28df",
     "transformers.trainer_callback:ExportableState": "ea71af1c0749a148",
+    "transformers.trainer_callback:TrainerState": "b0b02036c2627c2d",
     "transformers.trainer_callback:TrainerControl": "87ba225e77c29092",
 }
 """What is replaced here, or read, and what lies around it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -55,3 +56,14 @@ def test_indentation_is_not_looked_at(library: Path) -> None:
 def test_what_is_gone_is_refused_by_name(library: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         pins.check("a-library", ">=2.3", {f"{library.stem}:{name}": ""})
+
+
+@pytest.mark.parametrize("adaptor", ["hf", "lightning", "accelerate_data"])
+def test_an_adaptor_imports_modules_alone(adaptor: str) -> None:
+    """A name that another version lacks would end in an ImportError, before that version is refused."""
+    tree = ast.parse((Path(pins.__file__).parent / f"{adaptor}.py").read_text())
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module is not None]
+    libraries = [one for one in found if one.module.partition(".")[0] in ("accelerate", "lightning", "transformers")]
+    names = [alias.name for one in libraries for alias in one.names]
+    assert names
+    assert [name for name in names if name != name.lower() or name.startswith("_")] == []
