@@ -60,7 +60,7 @@ def break_it() -> None:
 
     def load_part(self: Batches, state: Any) -> None:
         streams = left_out[BROKEN]
-        load(self, {**state, streams: {**state[streams], "torch": torch.get_rng_state()}})
+        load(self, {**state, streams: {**state[streams], "torch": torch.get_rng_state().numpy().tobytes()}})
 
     if BROKEN in left_out:
         Batches.load_state_dict = load_part  # type: ignore[method-assign]
