@@ -112,7 +112,7 @@ def test_a_checkpoint_that_comes_while_training_begins_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     saved(tmp_path)
-    monkeypatch.setattr(hf, "peek", lambda path, missing_ok: None)
+    monkeypatch.setattr(hf.lastwords, "peek", lambda *of, **more: None)
     trainer = hf_trainer(tmp_path, transformers.Trainer, Stops())
     hf.protect(trainer, tmp_path / "ckpt")
     with pytest.raises(ConfigError, match="began"):
