@@ -129,7 +129,7 @@ def _import_all() -> None:
     import lastwords.optim_wrapper.trainer.protect  # noqa: F401
     from lastwords.checkpoint.codec import prepare
     from lastwords.checkpoint.manifest import Manifest
-    from lastwords.checkpoint.meta import LocalMeta, UnitMeta
+    from lastwords.checkpoint.meta import BucketRecord, FileContent, LocalMeta, RunFacts, StepDocument, UnitMeta
     from lastwords.checkpoint.part import Heads
     from lastwords.checkpoint.starts import Start
     from lastwords.launcher import new_process  # noqa: F401
@@ -138,7 +138,7 @@ def _import_all() -> None:
 
     known_ddps()
     deque(user_modules(), 0)
-    prepare(Manifest, Heads, LocalMeta, UnitMeta, Start)
+    prepare(Manifest, Heads, LocalMeta, UnitMeta, Start, BucketRecord, FileContent, RunFacts, StepDocument)
     if not _has_device():
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters())

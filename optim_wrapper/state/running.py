@@ -18,12 +18,20 @@ _OUTSIDE = frozenset({"torch", "numpy", "lastwords", *sys.stdlib_module_names}) 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages, wherever they are: the system's, the user's, those of another environment."""
+_MADE_BY_CYTHON = ("_cython_", "cython_runtime")
+"""Begin the names of modules in which compiled ones keep what they share."""
 _SHOW_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
 def is_of_the_user(names: Mapping[str, Any]) -> bool:
     """Whether a module with these global names is the user's, and not of the library or an installed package."""
-    return _is_of_the_user(str(names.get("__name__", "")), str(names.get("__file__", "")))
+    return _is_of_the_user(str(names.get("__name__", "")), str(names.get("__file__") or _without_a_file(names)))
+
+
+def _without_a_file(names: Mapping[str, Any]) -> str:
+    """Where a module comes from that has none: a folder of several packages, or what has made it in memory."""
+    maker = sys.modules.get(type(names.get("__loader__")).__module__)
+    return next(iter(names.get("__path__", ())), "") or getattr(maker, "__file__", None) or ""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -31,7 +39,7 @@ def _is_of_the_user(module: str, file: str) -> bool:
     if module == "__main__":
         return True
     installed = file.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(file.split(os.sep))
-    return module.partition(".")[0] not in _OUTSIDE and not installed
+    return not (module.partition(".")[0] in _OUTSIDE or module.startswith(_MADE_BY_CYTHON) or installed)
 
 
 def is_users(kind: type[Any]) -> bool:
@@ -50,8 +58,9 @@ def user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, names
 
 
-_judged: dict[str, bool] = {}
-"""Names of modules, whether these are the user's, in the order of `sys.modules`."""
+_users: dict[str, None] = {}
+"""Names of modules that were judged to be the user's, in the order of `sys.modules`."""
+_last_judged = [""]
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,15 +69,15 @@ def _user_names(count: int, newest: str) -> list[str]:
 
     There are thousands. Those that were judged before are not touched: in a fork that would copy them, one by one.
     """
-    last = next(reversed(_judged), "")
-    new = [*takewhile(last.__ne__, reversed(sys.modules))]  # at once: another thread may import meanwhile
+    new = [*takewhile(_last_judged[0].__ne__, reversed(sys.modules))]  # at once: another thread may import meanwhile
     if len(new) == len(sys.modules):  # the last one that was judged is gone
-        _judged.clear()
+        _users.clear()
     for name in reversed(new):
-        _judged.pop(name, None)
-        if isinstance(module := sys.modules.get(name), types.ModuleType):
-            _judged[name] = is_of_the_user(vars(module))
-    return [name for name, users in [*_judged.items()] if users]
+        _users.pop(name, None)
+        if isinstance(module := sys.modules.get(name), types.ModuleType) and is_of_the_user(vars(module)):
+            _users[name] = None
+    _last_judged[:] = new[:1] or _last_judged
+    return [*_users]
 
 
 def program_files() -> list[str]:

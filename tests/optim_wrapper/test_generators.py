@@ -481,3 +481,31 @@ def test_a_search_ends_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_walk, "ALL_ITEMS_MAX", 1500)
     walk = Walk({"it": Holder(wide)}, {})
     assert 100 < len(walk.generators) < 900
+
+
+@pytest.mark.parametrize(
+    ("names", "users"),
+    [
+        ({"__name__": "made_by_a_script"}, True),
+        ({"__name__": "utils", "__file__": "/home/me/utils.py"}, True),
+        ({"__name__": "mine", "__path__": ["/home/me/mine"]}, True),
+        ({"__name__": "made_by_a_class", "__loader__": object.__new__(Noisy)}, True),
+        ({"__name__": "google", "__path__": ["/usr/lib/python3/dist-packages/google"]}, False),
+        ({"__name__": "_remote_module", "__loader__": torch.nn.Identity()}, False),
+        ({"__name__": "_cython_3_2_4"}, False),
+        ({"__name__": "cython_runtime"}, False),
+    ],
+)
+def test_a_module_without_a_file_is_of_whoever_has_made_it(names: dict[str, Any], users: bool) -> None:
+    assert running.is_of_the_user(names) is users
+
+
+def test_no_module_that_torch_and_lastwords_bring_along_is_the_users() -> None:
+    code = """
+import lastwords.launcher.fork_server as here
+from lastwords.optim_wrapper.state.running import user_modules
+here._import_all()
+print(*(name for name, _ in user_modules()))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout.split() == ["__main__"]
