@@ -524,7 +524,7 @@ class RunFacts:
     data: where the loader stood, and what it is like; None without `steps()`. buckets: the order of DDP's buckets,
     which `BucketRecord` reads. moved: of a checkpoint whose units were transformed into another layout. forgotten:
     state that is not saved, since the user says that nothing reads it. beside: names of what the loop had changed in
-    variables, closures and globals, which is not saved either.
+    variables, closures and globals, which is not saved either, with a digest each of what was there.
     """
 
     torch: str | None = _labelled("torch version")
@@ -546,7 +546,7 @@ class RunFacts:
     buckets: Mapping[str, Any] | None = None
     moved: Moved | None = None
     forgotten: Sequence[str] | None = None
-    beside: Sequence[str] | None = None
+    beside: Mapping[str, str] | None = None
 
     @staticmethod
     def read(facts: Mapping[str, Any]) -> RunFacts:

@@ -30,7 +30,7 @@ from lastwords.checkpoint.meta import (
     Tree,
     groups_of,
 )
-from lastwords.errors import FormatError, some
+from lastwords.errors import FormatError
 from lastwords.optim_wrapper.capture.buffers import SavedForms
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -56,7 +56,6 @@ from lastwords.optim_wrapper.resume.resume_elsewhere import (
 from lastwords.optim_wrapper.resume.state_restore import Reading, RestorePlan, adopted
 from lastwords.optim_wrapper.state import extras, plain_values
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues, saved_in
-from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.extras import restore_inline
 from lastwords.optim_wrapper.tensors.overwriting import Overwriting
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_named
@@ -105,7 +104,6 @@ def last_named(manifest: Manifest) -> Position | None:
 
 _log = logging.getLogger(__name__)
 
-_BESIDE_SHOWN = 6
 _STATE = "state "
 
 EARLIER_MOVE = Reason(
@@ -138,7 +136,7 @@ class Resumed:
     last_named: Position | None = None
     moved: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
-    beside: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
     begun: bool = False
 
     @property
@@ -175,17 +173,6 @@ def resume_from(
         _log.info("resumed after step %s from %s", resumed.global_step, resumed.path)
         for reason in resumed.reasons:
             _log.warning("lastwords: not exact, because %s", reason)
-        names = [name for name in resumed.beside if not name.startswith(UNSEEN)]
-        if len(names) < len(resumed.beside):
-            _log.info(
-                "what the saved run's loop had changed beside its state is not all known: it took too long to look"
-            )
-        if names:
-            _log.warning(
-                "lastwords: the saved run's loop had changed %s, which no checkpoint has: what of it the loop "
-                "reads belongs into extras and their state_dict()",
-                some(names, _BESIDE_SHOWN),
-            )
     return resumed
 
 
@@ -305,7 +292,7 @@ def _restore(
         last_named=last_named(manifest),
         moved=moved,
         groups=groups_of([unit.meta for unit in manifest.units.values()]),
-        beside=tuple(run.beside or ()),
+        beside=run.beside or {},
         begun=begun,
     )
 

@@ -221,12 +221,16 @@ class Attributes:
             _log.info("what variables and globals hold is not looked at: %r", error)
             self._beside.let_go(f"what cannot be looked at ({error!r:.200})")
 
-    def beside(self) -> list[str]:
-        """Names of what the loop has changed and no checkpoint has. Any thread, while no step is computed."""
+    def beside(self) -> dict[str, str]:
+        """What the loop has changed and no checkpoint has (`Beside.changed`). Any thread, while no step is computed."""
         try:
             return self._beside.changed(self._walk, self._saved(), self._extras, self.ledger.forgets)
         except Exception as error:  # of objects that nobody has foreseen: handed to the checkpoint
-            return [f"what cannot be looked at ({error!r:.200})"]
+            return {f"what cannot be looked at ({error!r:.200})": ""}
+
+    def missing_beside(self, changed: Mapping[str, str]) -> list[str]:
+        """Of what the saved run's loop had changed, what this loop has not begun with as it was there."""
+        return self._beside.missing(changed)
 
     def told(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """By name, what all attributes hold now, as a walk tells it; and likewise what is beside them. For a drill."""

@@ -3,7 +3,8 @@ extra has that its own `state_dict()` leaves out.
 
 It is only named. Most of it is read by nobody in the next step (a loss for the log, the batch in hand); some of it is
 state that belongs into `extras`. Which is which only the user knows. So it is no reason against exactness, which is
-about what is saved; the names stand in the checkpoint, and in what `resume()` returns.
+about what is saved; the names stand in the checkpoint, and in what `resume()` returns. Those of which a resumed loop
+begins with something else are told when it begins.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import xxhash
 
 from lastwords import clock
 from lastwords.checkpoint.storable import Place
@@ -85,21 +87,29 @@ class Beside:
         saved: Mapping[str, torch.Tensor],
         extras: Mapping[str, Any],
         forgets: Callable[[str], bool] = lambda name: False,
-    ) -> list[str]:
-        """Names of what is not as it was when the loop began. Any thread, while no step is computed."""
+    ) -> dict[str, str]:
+        """Names of what is not as it was when the loop began, and digests of what is there now, "" where that cannot be
+        compared. Any thread, while no step is computed.
+        """
         if self._first is None or self._problem:
-            return [self._problem] if self._problem else []
+            return {self._problem: ""} if self._problem else {}
         look = self._look(walk, saved, extras)
         if look.is_late:
-            return [_TOO_SLOW]
-        names = [
-            ".".join(name)
+            return {_TOO_SLOW: ""}
+        found = {
+            ".".join(name): _digest(mark)
             for name, mark in marked(look.cells, self._marks_of).items()
             if name[0] in self._places and not name[0].startswith(_SAVED) and self._first.get(name) != mark
-        ]
-        names += self._kept_back.names if self._kept_back is not None else ()
-        names = sorted(name for name in names if not forgets(name))
-        return names[:NAMES_MAX] + ([f"{len(names) - NAMES_MAX} more"] if len(names) > NAMES_MAX else [])
+        }
+        found |= dict.fromkeys(self._kept_back.names if self._kept_back is not None else (), "")
+        names = sorted(name for name in found if not forgets(name))
+        more = {f"{len(names) - NAMES_MAX} more": ""} if len(names) > NAMES_MAX else {}
+        return {name: found[name] for name in names[:NAMES_MAX]} | more
+
+    def missing(self, changed: Mapping[str, str]) -> list[str]:
+        """Of what another process's loop had `changed`, what this one has not begun with as it was there."""
+        first = {".".join(name): _digest(mark) for name, mark in (self._first or {}).items()}
+        return [name for name, then in changed.items() if not then or first.get(name) != then]
 
     def told(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> dict[str, Any]:
         """By name, what all of it holds, as a walk tells it; as much as can be looked at in time. Training thread."""
@@ -117,6 +127,11 @@ UNSEEN = "what cannot be looked at"
 """Begins what stands in a name's place."""
 
 _TOO_SLOW = f"{UNSEEN} in {SLOW_S * 1e3:.0f} ms"
+
+
+def _digest(mark: Any) -> str:
+    """The same in another process; "" for what is told by its name alone."""
+    return "" if type(mark) is str else xxhash.xxh3_64_hexdigest(repr(mark).encode())
 
 
 def marked(cells: Mapping[tuple[str, str], Cell], marks_of: Callable[[Any], Any]) -> dict[tuple[str, str], Any]:

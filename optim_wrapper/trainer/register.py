@@ -286,7 +286,7 @@ class TFTRegister:
                 self._model, self._recorder.streams, resumed.global_step, lambda: run.steps is None
             )
         place, groups = str(resumed.path), resumed.groups
-        beside, begun = resumed.beside, resumed.begun
+        beside, begun = tuple(resumed.beside), resumed.begun
         drilled, why = drilled_beside(self._config.ckpt_save_path, run.world.size, self._recorder.loop.data)
         if run.world.rank == 0:
             if why:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lastwords.checkpoint.entries import Reason, as_reason, first_of
 from lastwords.checkpoint.meta import RunFacts
-from lastwords.errors import ConfigError, UnavailableError
+from lastwords.errors import ConfigError, UnavailableError, some
 from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
@@ -30,6 +30,7 @@ from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.facts import settings
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues
+from lastwords.optim_wrapper.state.beside import UNSEEN
 from lastwords.optim_wrapper.state.running import program_files
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook
@@ -45,6 +46,8 @@ from lastwords.sharding.declare import Unit
 from lastwords.vocabulary import NO_SCHEDULE
 
 _log = logging.getLogger(__name__)
+
+_BESIDE_SHOWN = 6
 
 SPOILT_S = 10.0
 """How much later than this one other ranks may come to the end of a step that is refused, before an incident begins.
@@ -397,6 +400,8 @@ class ProtectedRun(Run):
                 "checkpoint; give each a directory of its own"
             )
         self.recorder.attributes.loop_begins()
+        if self.resumed is not None and self.world.rank == 0:
+            self._say_what_is_missing(self.resumed.beside)
         super()._open_loop(steps_per_epoch, epochs)
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
@@ -409,6 +414,18 @@ class ProtectedRun(Run):
             launcher.loaded(program_files())
             lacks = "" if self.resumes else self.lacks
             launcher.begun(self.start_step, inexact, lacks=lacks, saved_only=self._saved_only)
+
+    def _say_what_is_missing(self, beside: Mapping[str, str]) -> None:
+        """Of what the saved run's loop had changed beside its state: what the script has put back itself is not."""
+        names = self.recorder.attributes.missing_beside(beside)
+        if unseen := [name for name in names if name.startswith(UNSEEN)]:
+            _log.info("of the saved run it is not known what its loop had changed beside its state: %s", unseen[0])
+        if named := [name for name in names if name not in unseen]:
+            _log.warning(
+                "lastwords: the saved run's loop had changed %s, which no checkpoint has, and this loop begins with "
+                "something else there: what of it the loop reads belongs into extras and their state_dict()",
+                some(named, _BESIDE_SHOWN),
+            )
 
     def _spoil(self, why: str) -> None:
         """The step under way should not have been: no rank's state of it is saved, so wait for the others' word."""

@@ -97,7 +97,7 @@ def names(change: Callable[[Trainer], Any], forget: tuple[str, ...] = ()) -> lis
         if step == 0:
             in_frame(steps, attributes.loop_begins)
         if step == 2:
-            found = in_frame(steps, attributes.beside)
+            found = [*in_frame(steps, attributes.beside)]
             break
     assert not attributes.ledger.reasons
     return found
@@ -351,4 +351,55 @@ def test_where_its_state_is_not_known_nothing_is_named() -> None:
     extra.waited = 5
     watch.look()
     watch.compare_extras({})
-    assert watch.beside() == []
+    assert watch.beside() == {}
+
+
+class Counts:
+    """A loop of one's own that counts, and keeps what it has seen."""
+
+    def __init__(self, steps: int = 0, best: float = 0.0, seen: tuple[int, ...] = ()) -> None:
+        self.steps, self.best, self.seen, self.mean = steps, best, [*seen], torch.zeros(2)
+        net = nn.Linear(2, 2)
+        self.attributes = Attributes({"model": net}, lambda: dict(net.named_parameters()))
+
+    def train(self) -> Iterator[int]:
+        steps, best, seen, mean = self.steps, self.best, self.seen, self.mean
+        while True:
+            yield steps
+            steps += 1
+            best = max(best, 0.5 * steps)
+            seen.append(steps)
+            mean += steps
+
+    def begun(self) -> Iterator[int]:
+        loop = self.train()
+        next(loop)
+        self.attributes.begin()
+        in_frame(loop, self.attributes.loop_begins)
+        return loop
+
+
+def missed(**again: Any) -> list[str]:
+    """Variables of which a resumed run says that they are missing, after three steps; again: what its script sets."""
+    before, after = Counts(), Counts(**again)
+    loop = before.begun()
+    for _ in range(3):
+        next(loop)
+    changed = in_frame(loop, before.attributes.beside)
+    after.begun()
+    return sorted({name.rpartition(".")[2] for name in after.attributes.missing_beside(changed)})
+
+
+def test_what_the_script_has_set_to_the_same_again_is_not_missing() -> None:
+    assert missed() == ["best", "mean", "seen", "steps"]
+    assert missed(steps=3) == ["best", "mean", "seen"]
+    assert missed(steps=3, best=1.5, seen=(1, 2, 3)) == ["mean"]
+    assert missed(steps=2, best=1.0, seen=(3, 2, 1)) == ["best", "mean", "seen", "steps"]
+
+
+def test_where_the_loop_cannot_be_looked_at_all_of_it_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lastwords.optim_wrapper.state.beside.SLOW_S", -1.0)
+    counts = Counts(steps=3)
+    counts.begun()
+    told = {"steps": "0123456789abcdef", _TOO_SLOW: ""}
+    assert counts.attributes.missing_beside(told) == ["steps", _TOO_SLOW]
