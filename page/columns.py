@@ -37,28 +37,36 @@ GAP_MAX = 6
 """Unchanged characters between two changed ones: the next run would cost more than they do."""
 
 COLUMNS = ("phase", "flag")
-LOOKS = 10
+GROWTHS = 10
 IDLE_STAGES = ("registering", "watching")
 
 
 class Rate:
-    """Growth per second of a number that is looked at again and again, over the last looks.
+    """Growth per second of a number that is looked at again and again, over the last times that it has grown.
+
+    Looks between two growths count nothing: a step may take minutes. One that is overdue makes the rate fall.
 
     >>> rate = Rate()
-    >>> rate.of(10, 1.0), rate.of(30, 5.0), rate.of(7, 6.0)
-    (None, 5.0, None)
+    >>> [rate.of(*look) for look in ((6, 0.0), (7, 2.0), (7, 3.0), (8, 6.0), (8, 9.0), (8, 12.0), (2, 13.0))]
+    [None, None, None, 0.25, 0.25, 0.1, None]
     """
 
-    def __init__(self, looks: int = LOOKS) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=looks)
+    def __init__(self) -> None:
+        self._last = -1
+        self._grown: deque[tuple[float, int]] = deque(maxlen=GROWTHS)
 
     def of(self, value: int, now_s: float) -> float | None:
-        """None while it is not known; a number that has fallen is another one."""
-        if self._seen and value < self._seen[-1][1]:
-            self._seen.clear()
-        self._seen.append((now_s, value))
-        (begin_s, first), (end_s, last) = self._seen[0], self._seen[-1]
-        return (last - first) / (end_s - begin_s) if end_s > begin_s else None
+        """None until it has grown twice; a number that has fallen is another one."""
+        if value < self._last:
+            self._grown.clear()
+        elif value > self._last >= 0:
+            self._grown.append((now_s, value))
+        self._last = value
+        if len(self._grown) < 2:
+            return None
+        (begin_s, first), (end_s, last) = self._grown[0], self._grown[-1]
+        usual_s = (end_s - begin_s) / (len(self._grown) - 1)
+        return (last - first) / ((end_s if now_s - end_s <= usual_s else now_s) - begin_s)
 
 
 @dataclass(frozen=True)
@@ -212,13 +220,17 @@ MARKED = frozenset(("lost", "silent", "slow", "stands"))
 
 
 def odd_rows(ranks: Iterable[RankState]) -> list[Row]:
-    """Ranks that are not as they should be, those with the same words in one row; the worst rows first."""
+    """Ranks that are not as they should be, those with the same words in one row; the worst rows first.
+
+    Beside a dead rank all others stand or wait, as they should.
+    """
     ranks = [*ranks]
+    expected = ("stands", "waits") if any(rank.dead for rank in ranks) else ()
     usual_s = median([rank.heard_s for rank in ranks]) if ranks else 0.0
     rows: dict[tuple[str, str, str], Row] = {}
     for rank in ranks:
         kind = _kind(rank, max(SILENT_S, SILENT_TIMES * usual_s))
-        if not kind:
+        if not kind or kind in expected:
             continue
         where = rank.waits_at or rank.stands_at
         host = "" if rank.process is None else rank.process.host_id[:8]

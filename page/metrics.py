@@ -60,7 +60,7 @@ def _job(look: JobLook) -> Iterator[Metric]:
     yield _gauge("ranks_connected", "Ranks that are connected to the controller", sum(connected))
     yield _gauge("step", "Newest global step that a rank has ended", newest_step(state))
     if look.steps_per_s is not None:
-        yield _gauge("steps_per_second", "Global steps per second, over the last looks", look.steps_per_s)
+        yield _gauge("steps_per_second", "Global steps per second, over the last ones seen", look.steps_per_s)
     yield _gauge("incident_open", "Whether an incident is in progress", int(state.open is not None))
     written = 0 if state.open is None else state.open.written_bytes
     yield _gauge("incident_written_bytes", "Written in the incident in progress", written)

@@ -10,7 +10,7 @@ const KINDS = {dead: ["dead", "bad"], lost: ["connection lost", "bad"], silent: 
 const OUTCOMES = {SAVED: ["saved", "good"], NOT_SAVED: ["NOT SAVED", "bad"], NOTHING_TO_SAVE: ["nothing to save", "warn"],
   FALSE_ALARM: ["false alarm", "good"], RECOVERED: ["recovered", "good"]};
 const BARS = {trains: "trains", parked: "parked: its weights do not change", saves: "writes the checkpoint", dead: "dead", starts: "starts again, resumes"};
-const CELL_MIN = 12, CELL_MAX = 26, LABEL = 58, GAP = 12, QUIET_MS = 20000, INCIDENTS_MAX = 30;
+const CELL_MIN = 12, CELL_MAX = 26, LABEL = 54, GAP = 12, LETTER = 7.5, QUIET_MS = 20000, INCIDENTS_MAX = 30;
 let state = null, skew = 0, items = new Map(), after = 0, asking = false, cells = [], picked = -1, drawn = "", root = "";
 
 // ---------------------------------------------------------------- words
@@ -71,7 +71,7 @@ async function listen() {
     throw new Error("the page's server has closed the connection");
   } catch (error) {
     $("link").className = "link lost";
-    put("link", stop.signal.aborted ? "no answer from lastwords serve; trying again" : `${error.message}; trying again`);
+    put("link", asking ? "a token is needed" : stop.signal.aborted ? "no answer from lastwords serve; trying again" : `${error.message}; trying again`);
   }
   clearTimeout(watchdog);
   if (!asking) setTimeout(listen, 2000);
@@ -96,14 +96,14 @@ function render() {
   put("job", known ? s.job : "lastwords");
   $("link").className = s.live ? "link" : "link lost";
   put("link", s.live ? `controller at ${s.controller}, generation ${s.generation}` : known ? "the controller does not answer" : "waiting for a job");
-  const notes = [s.live ? "" : s.note, s.live || !s.heard ? "" : `What is below was true ${span(now() - s.heard)} ago.`, s.files_note];
+  const notes = [s.live ? "" : s.note, s.live || !s.heard ? "" : `What is below was true ${span(Math.max(1, now() - s.heard))} ago.`, s.files_note];
   put("note", notes.filter((note) => note).map((note) => note[0].toUpperCase() + note.slice(1)).join(" · "));
   show("note", notes.some((note) => note));
-  for (const id of ["facts", "grid", "legend"]) $(id).classList.toggle("stale", known && !s.live);
+  for (const id of ["facts", "grid", "legend", "fine", "odd"]) $(id).classList.toggle("stale", known && !s.live);
   put("step", known ? s.step.toLocaleString("en") : "–");
-  put("rate", s.rate === null ? "–" : s.rate < 10 ? s.rate.toFixed(2) : Math.round(s.rate));
+  put("rate", s.rate === null || s.open ? "–" : s.rate < 0.1 ? Number(s.rate.toPrecision(2)) : s.rate < 10 ? s.rate.toFixed(2) : Math.round(s.rate));
   put("stage", !known ? "–" : s.live ? s.stage : "gone");
-  put("connected", known ? (s.connected === s.world ? `${s.world}` : `${s.connected} of ${s.world}`) : "–");
+  put("connected", known ? (s.connected === s.world ? "" : `${s.connected.toLocaleString("en")} of `) + s.world.toLocaleString("en") : "–");
   const newest = s.checkpoints.find((one) => one.complete);
   put("newest", newest ? `${span(now() - newest.unix_s)} old` : "none");
   renderOpen(s, newest);
@@ -174,7 +174,7 @@ function renderCheckpoints(s) {
 
 // ---------------------------------------------------------------- the grid
 function draw() {
-  const canvas = $("grid"), s = state, ratio = window.devicePixelRatio || 1, width = canvas.parentElement.clientWidth - 32;
+  const canvas = $("grid"), s = state, ratio = window.devicePixelRatio || 1, width = Math.floor(canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(canvas.parentElement).paddingLeft));
   if (!s || width <= 0) return;
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(`--${name}`).trim();
   const ranks = s.phase.length, widest = Math.max(1, ...s.hosts.map(([, count]) => count)), few = s.hosts.length === 1;
@@ -237,7 +237,10 @@ $("grid").addEventListener("click", (event) => {
   const found = cells.findIndex(([x, y]) => event.offsetX >= x && event.offsetX < x + cell && event.offsetY >= y && event.offsetY < y + cell);
   if (found >= 0) { $("pick").value = found; details(found); }
 });
-new ResizeObserver(() => draw()).observe(document.querySelector("main"));
+new ResizeObserver(() => {
+  draw();
+  for (const old of document.querySelectorAll("#incidents svg")) if (Number(old.getAttribute("width")) !== room()) old.replaceWith(picture(old.item));
+}).observe(document.querySelector("main"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 
 // ---------------------------------------------------------------- incidents
@@ -258,13 +261,14 @@ async function fetchIncidents(newest) {
 }
 function article(item, isOpen) {
   const found = make("article"), head = make("h3"), [word, kind] = OUTCOMES[item.outcome];
-  head.append(item.unix_s ? new Date(item.unix_s * 1000).toLocaleString("en-GB") + " " : "", make("span", word, kind),
+  head.append(item.unix_s ? new Date(item.unix_s * 1000).toLocaleString("sv-SE") + " " : "", make("span", word, kind),
     item.outcome === "SAVED" ? ` step ${item.step}, ${size(item.bytes)}` : "", item.healed ? ", trains again" : "");
   found.append(head, make("p", item.words));
   if (isOpen) found.append(picture(item));
   else { const more = make("details"); more.append(make("summary", "Drawing")); more.addEventListener("toggle", () => more.append(picture(item)), {once: true}); found.append(more); }
   return found;
 }
+const room = () => Math.min(860, Math.max(280, $("incidents").clientWidth));
 function picture(item) {
   const svg = (tag, facts, text) => {
     const e = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -272,7 +276,7 @@ function picture(item) {
     if (text !== undefined) e.textContent = text;
     return e;
   };
-  const width = Math.min(860, Math.max(300, $("incidents").clientWidth)), left = 74, row = 20, top = 18 * item.marks.length + 10, bottom = top + row * item.rows.length;
+  const width = room(), left = 74, row = 20, top = 18 * item.marks.length + 10, bottom = top + row * item.rows.length;
   const begin = -0.08 * item.end_s, end = item.end_s * 1.06, x = (s) => left + ((Math.min(Math.max(s, begin), end) - begin) / (end - begin)) * (width - left);
   const root = svg("svg", {width, height: bottom + 24, role: "img", "aria-label": `Drawing: ${item.words}`});
   item.rows.forEach((one, place) => {
@@ -287,12 +291,13 @@ function picture(item) {
     if (one.bars.some(([what]) => what === "dead")) root.append(svg("text", {x: x(0), y: y + 15, "text-anchor": "middle"}, "✕"));
   });
   item.marks.forEach(([word, at], place) => {
-    const y = 13 + 18 * place, right = at > item.end_s * 0.6;
+    const y = 13 + 18 * place, text = `${word} after ${span(at)}`, right = x(at) + LETTER * text.length > width;
     root.append(svg("line", {x1: x(at), x2: x(at), y1: y + 3, y2: bottom}),
-      svg("text", {x: x(at) + (right ? -6 : 6), y: y + 2, "text-anchor": right ? "end" : "start"}, `${word} after ${span(at)}`));
+      svg("text", {x: x(at) + (right ? -6 : 6), y: y + 2, "text-anchor": right ? "end" : "start"}, text));
   });
   root.append(svg("text", {class: "axis", x: x(0), y: bottom + 16, "text-anchor": "middle"}, "known"),
     svg("text", {class: "axis", x: x(item.end_s), y: bottom + 16, "text-anchor": "end"}, span(item.end_s)));
+  root.item = item;
   return root;
 }
 $("bars").replaceChildren(...Object.entries(BARS).map(([kind, text]) => { const item = make("li"); item.append(make("i", "", kind), text); return item; }));

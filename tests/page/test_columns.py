@@ -56,13 +56,19 @@ def test_the_dead_the_lost_and_those_that_never_came_have_letters_too() -> None:
 
 def test_ranks_of_which_the_same_is_to_be_said_share_a_row_and_the_worst_come_first() -> None:
     ranks = [rank_of(rank, 5, waits_at="train.py:3") for rank in range(900)]
-    ranks += [rank_of(900, 4, stands_at="data.py:7"), rank_of(901, 5, slower=0.5), rank_of(902, 5, dead=True)]
+    ranks += [rank_of(900, 4, stands_at="data.py:7"), rank_of(901, 5, slower=0.5), rank_of(902, 5, connected=False)]
     ranks += [rank_of(903, 5, heard_s=60.0)]
     rows = [row.json() for row in odd_rows(ranks)]
-    assert [row["kind"] for row in rows] == ["dead", "silent", "slow", "stands", "waits"]
+    assert [row["kind"] for row in rows] == ["lost", "silent", "slow", "stands", "waits"]
     assert rows[-1]["ranks"] == "0 to 899"
     assert rows[3]["step"] == "4"
     assert [row["kind"] for row in rows] == sorted((row["kind"] for row in rows), key=KINDS.index)
+
+
+def test_that_ranks_stand_or_wait_beside_a_dead_one_is_not_odd() -> None:
+    ranks = [rank_of(0, 5, waits_at="train.py:3"), rank_of(1, 5, stands_at="train.py:9"), rank_of(2, 5, slower=0.5)]
+    assert [row.kind for row in odd_rows(ranks)] == ["slow", "stands", "waits"]
+    assert [row.kind for row in odd_rows([*ranks, rank_of(3, 5, dead=True)])] == ["dead", "slow"]
 
 
 def test_a_job_in_which_all_take_long_for_a_step_is_not_silent() -> None:
