@@ -14,6 +14,7 @@
 #   make test-root the tests that need root, which are skipped for everyone else
 #   make test-user as root: make test in a clone that belongs to a normal user, then make test-root, as CI does
 #   make test-s3   a remote store that is S3, of moto, in an environment of its own
+#   make screenshots   pictures of the page of lastwords serve, in build/screenshots; needs Chromium (apt: chromium-driver)
 #   make deploy-check  holds the files of deploy/ against the schemas of Kubernetes, JobSet and Kubeflow Trainer, and linters
 #   make dist      the wheel and the source distribution, in dist/
 #   make dist-check    both, built twice and compared byte for byte, and the wheel installed with each extra in new environments
@@ -48,7 +49,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv demo demo-parallel demo-heal demo-recover demo-elastic test test-ci test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
+.PHONY: install venv screenshots demo demo-parallel demo-heal demo-recover demo-elastic test test-ci test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -124,6 +125,9 @@ test-s3: .venv-s3/.ready
 	sed '/^python-dateutil==/d' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[dev,s3]'
 	@touch $@
+
+screenshots: $(READY)
+	PAGE_PICTURES=$(CURDIR)/build/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS) tests/integration/test_page_in_browser.py
 
 deploy-check: .venv-deploy/.ready
 	.venv-deploy/bin/python -m pytest -q tests/test_deploy.py $(ARGS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import shutil
 import subprocess
 import urllib.request
@@ -19,7 +21,12 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 )  # fmt: skip
-LIMIT_S = 30.0
+LIMIT_S = 60.0
+TAB, ENTER, UP = "\ue004", "\ue007", "\ue013"
+"""As WebDriver names these keys."""
+
+PICTURES = os.environ.get("PAGE_PICTURES", "")
+"""`make screenshots` sets it: the folder where the tests leave a picture of each scene."""
 
 
 class Browser:
@@ -55,6 +62,23 @@ class Browser:
         """Of what the page is drawn in, even narrower than a window may be."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", metrics)
+
+    def scheme(self, scheme: str) -> None:
+        """What the user is said to prefer: "light" or "dark"."""
+        self.devtools("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+
+    def press(self, keys: str) -> None:
+        """These keys in turn, in whatever has the focus."""
+        pressed = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self._ask("/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": pressed}]})
+
+    def picture(self, name: str) -> None:
+        """The whole page as build/.../{name}.png, if pictures are wanted."""
+        if PICTURES:
+            shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": True})
+            path = Path(PICTURES, f"{name}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(shot["data"]))
 
     def devtools(self, command: str, parameters: dict[str, Any]) -> Any:
         """A command of Chromium's own."""

@@ -15,12 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lastwords.controller.handover import TOKEN_VARIABLE
 from tests.integration.harness import Port
 from tests.page.test_columns import applied
 from tests.patience import until
 
 LIMIT_S = 60.0
 NO_HEADERS: Mapping[str, str] = {}
+TOKEN = {TOKEN_VARIABLE: "of-the-controller"}
+SECRET = "0123456789abcdef"
+"""Of a page, as those who look at it know it."""
 
 
 class Page:

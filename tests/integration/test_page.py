@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import subprocess
@@ -13,23 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.controller.handover import TOKEN_VARIABLE
 from lastwords.page.watch import STREAMS_MAX
-from lastwords.state import OpenIncident
-from tests.integration.browser import CHROMIUM, DRIVER, browser
-from tests.integration.harness import Cluster
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import Rig
-from tests.integration.served import Events, Page, file_of, reading, served
-from tests.integration.trouble import Trouble, build
-from tests.page.fake_controller import FakeController, rank_of, state_of
+from tests.integration.served import SECRET, TOKEN, Events, Page, file_of, reading, served
+from tests.integration.trouble import Trouble
+from tests.page.fake_controller import FakeController, state_of
 from tests.patience import until
 from tests.selection import usually
 
 pytestmark = pytest.mark.process
 
-TOKEN = {TOKEN_VARIABLE: "of-the-controller"}
-SECRET = "0123456789abcdef"
 RANKS, BROWSERS, SECONDS = 1000, 20, 8
 BYTES_PER_S_MAX = 10_000
 
@@ -67,20 +60,6 @@ def test_a_job_that_is_killed_is_watched_from_before_its_start_until_after_its_e
         text = page.ask("/metrics")[1].decode()
         assert 'lastwords_incidents_total{cause="death",outcome="SAVED"} 1.0' in text
         assert "lastwords_controller_up 0.0" in text
-
-
-@pytest.fixture
-def slow_rig(references: Path, tmp_path: Path) -> Iterator[Rig]:
-    """Jobs whose calls can be made to take a second each."""
-    library = build(tmp_path)
-    if library is None:
-        pytest.skip("there is no C compiler")
-    with Cluster(preload=library) as cluster:
-        rig = Rig(cluster, tmp_path, references)
-        try:
-            yield rig
-        finally:
-            rig.close()
 
 
 @pytest.mark.thorough
@@ -216,48 +195,6 @@ def test_a_browser_that_does_not_read_harms_nobody(fake: FakeController, page: P
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         deaf.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         until(lambda: len(events.kinds) >= 3, "what the other one gets")
-
-
-@pytest.mark.skipif(not (DRIVER and CHROMIUM), reason="no chromium, or no chromedriver")
-def test_in_a_real_browser_the_page_shows_an_incident_and_its_end(tmp_path: Path) -> None:
-    ranks = tuple(rank_of(rank, 41, sole_holder=rank == 2) for rank in range(8))
-    quiet = dataclasses.replace(state_of(8), ranks=ranks)
-    dying = dataclasses.replace(ranks[3], dead=True, connected=False)
-    incident = OpenIncident("rank 3 died <b>", 2.5, 7_000_000)
-    broken = dataclasses.replace(
-        quiet, stage="saving", incident=1, open=incident, ranks=(*ranks[:3], dying, *ranks[4:])
-    )
-    with FakeController(quiet).serving() as fake:
-        token = ("--token-file", file_of(tmp_path, SECRET))
-        with served("--controller", fake.address, *token, env=TOKEN) as page, browser(tmp_path) as window:
-            window.open(page.url)
-            window.wait(lambda b: b.text("#ask"), "the question for the token")
-            window.run(
-                "document.querySelector('#token').value = arguments[0]; document.querySelector('#ask').requestSubmit()",
-                SECRET,
-            )
-            window.wait(lambda b: b.text("#step") == "41", "the step")
-            assert window.text("#connected") == "8"
-            assert not window.text("#odd")
-            fake.state = broken
-            window.wait(lambda b: b.text("#open-reason") == incident.reason, "the incident, as text")
-            assert "7.0" in window.text("#open-bytes")
-            assert window.run("return document.querySelector('#news').textContent").endswith(incident.reason)
-            assert window.run("return document.querySelectorAll('#odd tbody tr').length") == 1
-            window.run("const p = document.querySelector('#pick'); p.value = 3; p.dispatchEvent(new Event('input'))")
-            window.wait(lambda b: "4003" in b.text("#details"), "the process of rank 3")
-            fake.state = quiet
-            window.wait(lambda b: not b.text("#open"), "the end of the incident")
-            wide = "return document.documentElement.scrollWidth - window.innerWidth"
-            for width in (1200, 360):
-                window.resize(width, 800)
-                window.wait(lambda b: b.run(wide) <= 0, f"all of the page in {width} pixels")
-            unnamed = "return [...document.querySelectorAll('input, button, canvas, progress, section, table')].filter("
-            unnamed += "e => !(e.labels && e.labels.length || e.getAttribute('aria-label') || e.textContent.trim()"
-            unnamed += " || e.getAttribute('aria-labelledby'))).map(e => e.id)"
-            assert window.run(unnamed) == []
-            refused = [line for line in window.log() if "Content Security" in line or "Uncaught" in line]
-            assert refused == []
 
 
 def test_it_ends_by_a_signal_though_browsers_are_connected(page: Page) -> None:
