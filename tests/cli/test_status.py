@@ -79,7 +79,7 @@ def test_a_record_that_is_a_fifo_has_no_incidents(tmp_path: Path) -> None:
 def test_top_goes_on_while_no_controller_answers(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = [state_at(10, record), UnavailableError("unreachable"), state_at(30, record)]
+    answers = [state_at(10, record), UnavailableError("unreachable"), state_at(20, record), state_at(30, record)]
 
     def query(address: str) -> ControllerState:
         answer = answers.pop(0)
@@ -88,12 +88,14 @@ def test_top_goes_on_while_no_controller_answers(
         return answer
 
     monkeypatch.setattr(status_command, "query_state", query)
-    assert cli.main(["top", "--controller", "here:1", "--every", "0.01", "--frames", "3"]) == 0
-    first, without, last = capsys.readouterr().out.split("controller  here:1")[1:]
+    assert cli.main(["top", "--controller", "here:1", "--every", "0.01", "--frames", "4"]) == 0
+    first, without, again, last = capsys.readouterr().out.split("controller  here:1")[1:]
     assert "COMPUTING(10)" in first
     assert "steps/s" not in first
     assert "unreachable" in without
     assert "COMPUTING(10)" in without, "what was known last stays there"
+    assert "COMPUTING(20)" in again
+    assert "steps/s" not in again, "it has grown once, and nobody knows since when"
     assert "COMPUTING(30)" in last
     assert "steps/s" in last
     assert "(SIGKILL)" in last
