@@ -21,7 +21,7 @@ import traceback
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import numpy
@@ -44,7 +44,8 @@ from lastwords.processor.departure import flush, say
 
 # What a script's imports take before its training loop begins: each recovery takes as long again, without --preload.
 #
-# The times are those of the modules that the script itself imports, with all that they import in turn.
+# The times are those of the modules that the script itself imports, with all that they import in turn. What another
+# library imports late is its own affair: nobody knows from the script why it should be preloaded.
 
 NAMED_S, NAMES_MAX = 0.05, 5
 """How long a module takes that is named, and how many are."""
@@ -65,6 +66,9 @@ class ImportTimes:
 
     def __init__(self, left_out: Iterable[str] = ()) -> None:
         self._left_out = frozenset({*OWN, *left_out})
+        self._libraries = _libraries()
+        self._chosen: set[str] = set()
+        """Packages that a library has imported first."""
         self._seconds: dict[str, float] = {}
         self._under_way = ""
         self._begun_s = 0.0
@@ -93,7 +97,10 @@ class ImportTimes:
 
         Of no interest is who only looks for a module: `importlib.util.find_spec`, or runpy for the script itself.
         """
-        if self._under_way or sys._getframe(2).f_code.co_name != IMPORTS or self._is_left_out(name):
+        importing = sys._getframe(2)
+        if self._under_way or importing.f_code.co_name != IMPORTS or self._is_left_out(name):
+            return None
+        if not self._is_the_scripts(name, importing):
             return None
         for finder in [*sys.meta_path]:
             if finder is not self and (find := getattr(finder, "find_spec", None)) is not None:
@@ -109,6 +116,19 @@ class ImportTimes:
         return name.partition(".")[0] in sys.stdlib_module_names or any(
             name == other or name.startswith(f"{other}.") for other in self._left_out
         )
+
+    def _is_the_scripts(self, name: str, importing: FrameType | None) -> bool:
+        """And not a library's choice. `from transformers import Trainer` has transformers import a part of its own."""
+        package, importer, file = name.partition(".")[0], "importlib", ""
+        while importing is not None and importer == "importlib":
+            importer, file = str(importing.f_globals.get("__name__")).partition(".")[0], importing.f_code.co_filename
+            importing = importing.f_back
+        if importer == package:
+            return package not in self._chosen
+        chosen = _is_below(file, self._libraries)
+        if chosen and package not in sys.modules:
+            self._chosen.add(package)
+        return not chosen
 
     def is_executed(self, name: str, *, begins: bool) -> None:
         """This module is from now on, or has been."""
@@ -150,16 +170,16 @@ def exit_code_of_refusal(error: BaseException) -> int:
 
 def refusal_line(error: BaseException, rank: str) -> str:
     """For whoever reads the output: which rank, the last line of the user's own code on the way to it, and what."""
-    others = (*_installed(), os.path.realpath(os.path.dirname(lastwords.__file__)) + os.sep)
-    frames = traceback.extract_tb(error.__traceback__)
+    others, frames = _libraries(), traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if not _is_below(one.filename, others)]
     where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}: " if own else ""
     return f"{f'rank {rank}: ' if rank.isdecimal() else ''}{where}{error}"
 
 
-def _installed() -> tuple[str, ...]:
+def _libraries() -> tuple[str, ...]:
     """Directories, as prefixes of real paths, in which no file is the user's own."""
-    return tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
+    ours = os.path.dirname(lastwords.__file__)
+    return tuple({os.path.realpath(path) + os.sep for path in (*sysconfig.get_paths().values(), ours)})
 
 
 def _is_below(path: str, directories: tuple[str, ...]) -> bool:

@@ -18,6 +18,9 @@ MODULES = {
     "below": LONG,
     "package/__init__": "",
     "package/deep": LONG,
+    "package/lazy": LONG,
+    "chosen/__init__": f"import chosen.part\n{LONG}",
+    "chosen/part": LONG,
     "quick": "",
     "preloaded": LONG,
     "of_a_rank": f"import os\nrank = os.environ['RANK']\n{LONG}",
@@ -31,6 +34,10 @@ import quick, slow, preloaded, of_a_rank
 grpc.__path__.append(os.path.dirname(__file__) + '/grpc')
 import grpc.late
 from package import deep
+installed = os.path.dirname(grpc.__file__) + "/lazy.py"
+library = compile("import importlib; importlib.import_module(name)", installed, "exec")
+exec(library, {"__name__": "library", "name": "chosen"})
+exec(library, {"__name__": "package.of_it", "name": "package.lazy"})
 try:
     import raises
 except ValueError as error:
@@ -56,7 +63,7 @@ def test_the_launcher_hears_which_modules_take_long_that_could_be_preloaded() ->
             first, second = forks.heard()
     assert done.code == 0, done.err
     imports = dict(first["imports"])
-    assert [*imports] == ["slow", "package.deep"]
+    assert [*imports] == ["slow", "package.deep", "package.lazy"], "and not what another library imports"
     assert imports["slow"] >= 0.2, "with what it imports"
     assert second["imports"] == []
     frames, specs, finders = json.loads(done.out)
