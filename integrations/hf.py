@@ -44,6 +44,7 @@ PINNED = {
     "transformers.trainer:skip_first_batches": "fb4edc77ee5dcd9f",
     "transformers.trainer_callback:CallbackHandler": "f075619efc6c28df",
     "transformers.trainer_callback:ExportableState": "ea71af1c0749a148",
+    "transformers.trainer_callback:ProgressCallback": "295212624b6f9ef1",
     "transformers.trainer_callback:TrainerState": "b0b02036c2627c2d",
     "transformers.trainer_callback:TrainerControl": "87ba225e77c29092",
 }
@@ -331,6 +332,10 @@ class _Protected(trainer_callback.TrainerCallback):
         self._quiet = point is not None
         self._epoch_stops = control.should_epoch_stop or control.should_training_stop
         self._evaluates_first, args.eval_on_start = args.eval_on_start, args.eval_on_start and point is None
+        for one in trainer.callback_handler.callbacks:
+            if isinstance(one, trainer_callback.ProgressCallback) and (bar := one.training_bar) is not None:
+                one.current_step = bar.initial = bar.last_print_n = bar.n = state.global_step
+                bar.refresh()
 
     def _call_event(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> Any:
         if event == "on_epoch_begin" and self._quiet:

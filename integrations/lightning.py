@@ -9,17 +9,22 @@ loader is asked for a batch again. What a death has cut off in between is done a
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import lastwords
 from lastwords import AttributesOf, Batches, ConfigError
 from lastwords.integrations import holders, pins
+
+_log = logging.getLogger(__name__)
 
 VERSIONS = ">=2.6.6,<2.7"
 
@@ -34,6 +39,7 @@ PINNED = {
     "lightning.pytorch.trainer.connectors.logger_connector.result:_Metadata": "e6f42c60874a4509",
     "lightning.pytorch.trainer.connectors.logger_connector.result:_Sync": "177141b291e3b721",
     "lightning.pytorch.callbacks:WeightAveraging": "",
+    "lightning.pytorch.callbacks:ModelCheckpoint.file_exists": "56a3de2249c9e6b8",
     "lightning.pytorch.trainer.trainer:Trainer._run": "0c82665b1b1d66f0",
     "lightning.pytorch.trainer.trainer:Trainer._run_stage": "08364f5efc0152e6",
 }
@@ -221,6 +227,7 @@ class LastWords(pl.Callback):
         held: list[Any] = [one for one in trainer.callbacks if one is not self]
         timers = [one for one in held if isinstance(one, pl.callbacks.Timer)]
         self._loops, self._timers = _Loops(trainer), _OwnTimers(timers)
+        self._savers = [one for one in held if isinstance(one, pl.callbacks.ModelCheckpoint)]
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         of_data = {} if data is None else {type(data).__name__: AttributesOf(data, _not_counted(data))}
         self._tft = lastwords.protect(
@@ -243,6 +250,8 @@ class LastWords(pl.Callback):
         self._tft.start()
         point = self._tft.resume(missing_ok=True)
         self._stepped, self._again = trainer.global_step, point is not None and not point.begun
+        for one in self._savers if self._again else ():
+            vars(one)["file_exists"] = partial(_is_kept, one)
         self._plain = {
             "reset": epoch.reset,
             "on_run_start": epoch.on_run_start,
@@ -277,6 +286,8 @@ class LastWords(pl.Callback):
         if fit.restarting:
             fit.restarting = False  # what was saved is where its loops go on as they are
             trainer.val_dataloaders  # noqa: B018  # made before they are asked for
+            if fit.restarted_mid_epoch and trainer.progress_bar_callback is not None:  # nobody has told it
+                trainer.progress_bar_callback.on_train_epoch_start(trainer, trainer.lightning_module)
         if self._again:
             self._again = False
             self._tft.step_begin()
@@ -309,6 +320,8 @@ class LastWords(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
         self._loops.step_begins()
         self._timers.read()
+        for one in self._savers:
+            vars(one).pop("file_exists", None)
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # the loader may have more (limit_train_batches)
             self._data.end_epoch()
 
@@ -333,6 +346,27 @@ def _derived(trainer: Any) -> list[Any]:
     default = os.path.join(save_dir, str(logger.name), version, "checkpoints")
     savers = [one for one in trainer.callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)]
     return [one for one in savers if str(one.dirpath) == default]
+
+
+def _is_kept(saver: Any, path: str, trainer: Any) -> bool:
+    """Whether another file may not be written there. That of a save that was cut off may: its name is due again."""
+    if not type(saver).file_exists(saver, path, trainer):
+        return False
+    known = [*saver.best_k_models, saver.best_model_path, saver.last_model_path]
+    cut_off = trainer.is_global_zero and path not in known and _has_these_weights(path, trainer)
+    return not trainer.strategy.reduce_boolean_decision(cut_off, all=False)
+
+
+def _has_these_weights(path: str, trainer: Any) -> bool:
+    now = trainer.lightning_module.state_dict()
+    try:
+        saved = trainer.strategy.load_checkpoint(path, weights_only=True)
+        step, weights = saved["global_step"], saved["state_dict"]
+        same = all(torch.equal(value, now[name].to(value.device)) for name, value in weights.items())
+    except Exception as error:  # of a file that nobody has foreseen: handed to the log, and it is kept
+        _log.debug("%s is kept: %s", path, error)
+        return False
+    return bool(step == trainer.global_step and weights.keys() == now.keys() and same)
 
 
 def _not_counted(data: Any) -> set[str]:

@@ -17,18 +17,22 @@ from tests.frameworks.script import (
     CASE,
     DIRECTORY,
     RANK,
+    RANKS,
     WORDS,
     Texts,
+    checkpoints,
     die,
     digest,
     ended,
     final,
     masked,
     protect_trainer,
+    shown,
     telling,
+    timeless,
 )
 
-RANKS, EPOCHS, STEPS, ACCUMULATE, BATCH = 2, 3, 6, 2, 4
+EPOCHS, STEPS, ACCUMULATE, BATCH = 3, 6, 2, 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "bf16": {"bf16": True},
@@ -47,7 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "persistent": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
 }
 """Arguments of a Trainer, by a word of the case."""
-TIMES = ("runtime", "per_second", "speed")
 
 
 class Probe(transformers.TrainerCallback):  # type: ignore[misc]
@@ -137,6 +140,22 @@ class Keeps(transformers.TrainerCallback):  # type: ignore[misc]
         state.by_kind[kind] = state.by_kind.get(kind, 0) + 100
         state.sums[kind % 2] += 1
         optimizer.param_groups[0]["weight_decay"] = 0.001 * state.by_kind.get(0, 0) + 0.01 * float(state.sums[0])
+
+
+class Bar(transformers.ProgressCallback):  # type: ignore[misc]
+    """Where it is shown."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        super().on_step_end(args, state, control, **of)
+        self.look(f"end of {state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        super().on_evaluate(args, state, control, **of)
+        self.look(f"evaluation of {state.global_step}")
+
+    def look(self, when: str) -> None:
+        if self.training_bar is not None:
+            shown(when, self.training_bar.n, self.training_bar.total)
 
 
 class Clips(transformers.TrainerCallback):  # type: ignore[misc]
@@ -321,6 +340,7 @@ def main() -> None:
             *([Clips()] if "clips" in CASE else []),
             *([Keeps()] if "keeps" in CASE else []),
             *([AVERAGE] if "average" in CASE else []),
+            *([Bar()] if "bar" in CASE else []),
             *([LeavesEpochs()] if "leaves epochs" in CASE else []),
             Probe(),
         ],
@@ -337,8 +357,8 @@ def main() -> None:
         trainer.train()
     if "two trainers" in CASE:
         transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=Texts(16)).train()
-    log = [{k: v for k, v in one.items() if not any(t in k for t in TIMES)} for one in trainer.state.log_history]
-    logged = [log, done.training_loss, trainer.state.best_model_checkpoint is not None]
+    checkpoints(DIRECTORY / "out")
+    logged = [timeless(trainer.state.log_history), done.training_loss, trainer.state.best_model_checkpoint is not None]
     if not CASE:
         logged.append(digest(torch.as_tensor(trainer.predict(Texts(8)).predictions)))
     (DIRECTORY / f"log-{RANK}").write_text(json.dumps(logged))

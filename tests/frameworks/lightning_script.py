@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    RichProgressBar,
     StochasticWeightAveraging,
+    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -25,17 +27,20 @@ from tests.frameworks.script import (
     CASE,
     DIRECTORY,
     RANK,
+    RANKS,
     Texts,
+    checkpoints,
     die,
     digest,
     ended,
     final,
     lightning_callbacks,
     masked,
+    shown,
     telling,
 )
 
-RANKS, EPOCHS, STEPS, BATCH = 2, 3, 6, 4
+EPOCHS, STEPS, BATCH = 3, 6, 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "floats": {"limit_train_batches": 0.75, "val_check_interval": 0.25, "gradient_clip_val": 0.5},
     "second epochs": {"val_check_interval": 1.0, "check_val_every_n_epoch": 2},
@@ -90,7 +95,7 @@ class Module(pl.LightningModule):
                 one.update(loss.detach() * place)
                 self.log(f"mean {place}", one, on_step=False, on_epoch=True)
         self.trainer.should_stop = "stops" in CASE and self.trainer.global_step == 8
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         if not TWO:
             return loss
         self.manual_backward(loss)
@@ -197,7 +202,11 @@ class Probe(pl.Callback):
         NEWEST[0] = done(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *of: Any) -> None:
-        step = done(trainer)
+        step, bar = done(trainer), trainer.progress_bar_callback
+        if bar is not None and bar.is_enabled:
+            tqdm, metrics = "bar" in CASE, trainer.progress_bar_metrics
+            now = bar.train_progress_bar
+            shown(now.desc if tqdm else now.description, now.n if tqdm else now.completed, now.total, metrics)
         if step > NEWEST[0]:
             die(step, "win")
             rates = [one["lr"] for optimizer in trainer.optimizers for one in optimizer.param_groups]
@@ -214,6 +223,8 @@ class Probe(pl.Callback):
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         die(done(trainer), "saving")
+        if [*(DIRECTORY / "out").glob(f"*step={trainer.global_step}.ckpt")]:
+            die(done(trainer), "saved")  # the newest one: last.ckpt comes after it
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         die(done(trainer), "evaluated")
@@ -236,6 +247,8 @@ def main() -> None:
         *([GradientAccumulationScheduler({0: 1, 1: 2})] if "schedules" in CASE else []),
         *([LearningRateMonitor()] if "csv" in CASE else []),
         *([Counts()] if "counts" in CASE else []),
+        *([TQDMProgressBar()] if "bar" in CASE else []),
+        *([RichProgressBar(refresh_rate=1)] if "rich" in CASE else []),
     ]
     callbacks += [*lightning_callbacks(), Probe()]
     arguments: dict[str, Any] = {
@@ -248,7 +261,7 @@ def main() -> None:
         "default_root_dir": DIRECTORY,
         "logger": CSVLogger(DIRECTORY, flush_logs_every_n_steps=1) if "csv" in CASE else False,
         "log_every_n_steps": 1,
-        "enable_progress_bar": "bar" in CASE,
+        "enable_progress_bar": "bar" in CASE or "rich" in CASE,
         "enable_model_summary": False,
         "callbacks": callbacks,
     }
@@ -273,6 +286,7 @@ def main() -> None:
         else:
             with telling():
                 trainer.fit(module, train, DataLoader(Texts(16), BATCH), **more)
+    checkpoints(DIRECTORY / "out")
     best = [float(v) for v in trainer.checkpoint_callback.best_k_models.values()]  # type: ignore[union-attr]
     if "csv" in CASE:
         best += [one["test_loss"] for one in trainer.test(module, DataLoader(Texts(8), BATCH))]

@@ -2,7 +2,8 @@
 
 Arguments of a script: a directory, and deaths as rank:step:phase that happen once; with ! at the end, an exception.
 Each rank adds a line per step to {directory}/trace-{rank}: its number, a digest of all that it trains with, and the
-pid. final-{rank} is what is there at the end, and raised-{rank} what Trainer.train() or fit() has raised.
+pid. final-{rank} is what is there at the end, raised-{rank} what Trainer.train() or fit() has raised, and
+checkpoints-{rank} has a digest of each file that the library's own checkpoints consist of.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import json
 import os
 import signal
 import sys
@@ -23,13 +25,15 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 DIRECTORY, DEATHS = Path(sys.argv[1]), sys.argv[2:]
-RANK = int(os.environ.get("RANK", "0"))
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
 PROTECTED = os.environ.get("PROTECTED") == "1"
 """By the line that a user adds; else not at all, or by --auto."""
 BROKEN = os.environ.get("BROKEN", "")
 CASE = os.environ.get("CASE", "")
 """A variant of the script, or what of the adaptor is broken."""
 WORDS = 12
+TIMES = ("runtime", "per_second", "speed", "time_elapsed")
+"""In keys of what is logged."""
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -98,16 +102,20 @@ def lightning_callbacks() -> list[Any]:
 
 def die(step: int, phase: str) -> None:
     """Here, if the plan says so; in a forward pass once all ranks have come to it."""
-    for death in DEATHS:
-        mark = DIRECTORY / f"died-{death.replace(':', '-')}"
-        if death.removesuffix("!").endswith(f":{step}:{phase}") and not mark.exists():
-            if phase == "fwd":
-                dist.barrier()
-            if death.startswith(f"{RANK}:"):
-                mark.touch()
-                if death.endswith("!"):
-                    raise RuntimeError(death)
-                os.kill(os.getpid(), signal.SIGKILL)
+    due = [one for one in DEATHS if one.removesuffix("!").endswith(f":{step}:{phase}") and not mark_of(one).exists()]
+    if due and phase == "fwd":
+        dist.barrier()
+    for death in due:
+        if death.startswith(f"{RANK}:"):
+            mark_of(death).touch()
+            if death.endswith("!"):
+                raise RuntimeError(death)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mark_of(death: str) -> Path:
+    """A file that is there once it has happened."""
+    return DIRECTORY / f"died-{death.replace(':', '-')}"
 
 
 @contextmanager
@@ -126,24 +134,56 @@ def ended(step: int, *state: Any) -> None:
         file.write(f"{step} {digest([*state, torch.get_rng_state()])} {os.getpid()}\n")
 
 
+def shown(*what: Any) -> None:
+    """A progress bar shows this: a line of bar-{rank}."""
+    with (DIRECTORY / f"bar-{RANK}").open("a") as file:
+        file.write(f"{' '.join(map(str, what))}\n")
+
+
 def final(*state: Any) -> None:
     (DIRECTORY / f"final-{RANK}").write_text(digest([*state, torch.get_rng_state()]))
 
 
+def checkpoints(folder: Path) -> None:
+    """Digests of all files below: called by each rank once nobody writes there any more."""
+    dist.barrier()
+    kinds = (".json", ".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+    files = [one for one in sorted(folder.rglob("*")) if one.suffix in kinds and "last_words" not in one.parts]
+    found = {str(path.relative_to(folder)): digest(content(path)) for path in files}
+    (DIRECTORY / f"checkpoints-{RANK}").write_text(json.dumps(found, indent=1))
+
+
+def content(path: Path) -> Any:
+    """What is in a file of a checkpoint, without times."""
+    if path.suffix == ".safetensors":
+        return path.read_bytes()
+    return timeless(json.loads(path.read_text()) if path.suffix == ".json" else torch.load(path, weights_only=False))
+
+
+def timeless(value: Any) -> Any:
+    """All but what no two runs have alike."""
+    if isinstance(value, dict):
+        return {name: timeless(one) for name, one in value.items() if not any(time in str(name) for time in TIMES)}
+    return [timeless(one) for one in value] if isinstance(value, list) else value
+
+
 def digest(value: Any) -> str:
-    """Of all tensors and numbers in it."""
+    """Of all tensors and numbers in it; paths in this directory are those of any."""
     found = hashlib.sha256()
+
+    def anywhere(one: Any) -> bytes:
+        return repr(one).replace(str(DIRECTORY), "").encode()
 
     def add(one: Any) -> None:
         if isinstance(one, dict):
             for name in sorted(one, key=str):
-                found.update(str(name).encode())
+                found.update(str(name).replace(str(DIRECTORY), "").encode())
                 add(one[name])
         elif isinstance(one, list | tuple):
             for each in one:
                 add(each)
         else:
-            found.update(one.numpy().tobytes() if isinstance(one, torch.Tensor) else repr(one).encode())
+            found.update(one.numpy().tobytes() if isinstance(one, torch.Tensor) else anywhere(one))
 
     add(value)
     return found.hexdigest()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,8 @@ LAUNCHERS = {"torchrun": ["torch.distributed.run"], "healing": ["lastwords.cli",
 WAIT_S = 300.0
 NOT_EXACT = "lastwords: not exact, because"
 
-IN_TURN = ("1:4:fwd", "0:6:evaluating", "1:9:saving", "1:11:win", "0:12:epoch")
-"""In a forward pass, an evaluation, a save, between an update and the end of its step, and at an epoch's end."""
+IN_TURN = ("1:4:fwd", "0:6:evaluating", "0:9:saving", "1:11:win", "0:12:epoch", "0:15:saved")
+"""In a forward pass, an evaluation, a save, between an update and its step's end, at an epoch's end, after a save."""
 
 CASES = {
     "transformers": {
@@ -42,7 +43,7 @@ CASES = {
         "stops draws": ("1:4:fwd", "0:9:evaluating"),
         "leaves epochs draws": ("1:4:epoch", "0:5:fwd", "1:8:win", "0:8:epoch", "1:11:fwd"),
         "epoch draws": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:saved"),
-        "counts": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:epoch"),
+        "bar counts": ("1:4:fwd", "0:6:evaluating", "1:11:win", "0:12:epoch"),
         "average own step": ("1:4:fwd", "0:6:evaluating", "1:10:fwd"),
         "nan": ("1:4:fwd", "0:8:fwd"),
         "keeps": ("1:4:fwd", "0:9:fwd"),
@@ -68,7 +69,7 @@ CASES = {
         "stream": ("1:4:fwd", "0:11:win"),
         "one cycle hook draws": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "one cycle hook draws workers": ("1:4:fwd", "0:9:fwd"),
-        "nested metrics early": ("1:4:fwd", "0:11:fwd"),
+        "rich nested metrics early": ("1:4:fwd", "0:11:fwd"),
         "own sampler": ("1:4:fwd", "0:9:fwd", "1:11:win"),
         "overfits timed": ("1:2:fwd", "0:2:evaluating", "0:2:epoch", "1:4:fwd", "0:4:evaluating"),
     },
@@ -81,10 +82,11 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """A job, in this directory. more: of its environment."""
     directory.mkdir(exist_ok=True)
-    script, flags = ROOT / "tests" / "frameworks" / f"{SCRIPTS[library]}.py", ["--auto"] * ("AUTO" in more)
+    flags = ["--auto"] * ("AUTO" in more)
     ranks = ["--standalone", "--nproc-per-node", str(RANKS)]
+    arguments = [script_of(library), directory, *deaths]
     return subprocess.run(
-        [sys.executable, "-m", *LAUNCHERS[launcher], *flags, *ranks, script, str(directory), *deaths],
+        [sys.executable, "-m", *LAUNCHERS[launcher], *flags, *ranks, *map(str, arguments)],
         env={**environment(), "CASE": case, **more},
         cwd=ROOT,
         capture_output=True,
@@ -94,7 +96,11 @@ def started(
     )
 
 
-def run(directory: Path, library: str, case: str, *deaths: str, **more: str) -> str:
+def script_of(library: str) -> Path:
+    return ROOT / "tests" / "frameworks" / f"{SCRIPTS[library]}.py"
+
+
+def run(directory: Path, library: str, case: str, *deaths: str, **more: Any) -> str:
     """One that comes to its end; returns what was said."""
     done = started(directory, library, case, *deaths, **more)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,13 +131,15 @@ def is_told(said: str) -> bool:
     return NOT_EXACT in said or any("is not exact" in line for line in launchers)
 
 
-def check_equal(directory: Path, undisturbed: Path, files: tuple[str, ...] = ("final", "log")) -> None:
+def check_equal(directory: Path, undisturbed: Path, files: tuple[str, ...] = ("final", "log", "checkpoints")) -> None:
     """All steps, what is there at the end, and what was logged."""
-    for rank in range(RANKS):
+    for rank in range(len([*undisturbed.glob("final-*")])):
         found, steps = trace(directory, rank), trace(undisturbed, rank)
         assert found == {step: steps[step] for step in found}
         for file in files:
             assert (directory / f"{file}-{rank}").read_text() == (undisturbed / f"{file}-{rank}").read_text(), file
+        for bar in undisturbed.glob(f"bar-{rank}"):
+            assert {*(directory / bar.name).read_text().splitlines()} == {*bar.read_text().splitlines()}
 
 
 @pytest.mark.parametrize(("library", "case"), [(library, case) for library, cases in CASES.items() for case in cases])
@@ -266,7 +274,7 @@ def test_a_log_of_a_healed_run_is_that_of_the_whole_one(whole: Callable[[str, st
 
 
 @pytest.mark.parametrize(
-    ("library", "case", "last"), [("transformers", "stops draws", 9), ("lightning", "nested metrics early", 12)]
+    ("library", "case", "last"), [("transformers", "stops draws", 9), ("lightning", "rich nested metrics early", 12)]
 )
 def test_early_stopping_ends_the_whole_run(
     library: str, case: str, last: int, whole: Callable[[str, str], Path]
