@@ -17,11 +17,11 @@ import pytest
 
 from lastwords.integrations import auto
 from tests.launcher.forked import ROOT
-from tests.launcher.test_heal import environment, trace
+from tests.launcher.test_heal import environment, pids, trace
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
-RANKS = 2
+RANKS, THREE, STEPS = 2, 3, 18
 SCRIPTS = {
     "transformers": "hf_script",
     "lightning": "lightning_script",
@@ -78,13 +78,13 @@ CASES = {
 
 
 def started(
-    directory: Path, library: str, case: str, *deaths: str, launcher: str = "healing", **more: str
+    directory: Path, library: str, case: str, *deaths: str, launcher: str = "healing", script: Any = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """A job, in this directory. more: of its environment."""
     directory.mkdir(exist_ok=True)
     flags = ["--auto"] * ("AUTO" in more)
-    ranks = ["--standalone", "--nproc-per-node", str(RANKS)]
-    arguments = [script_of(library), directory, *deaths]
+    ranks = ["--standalone", "--nproc-per-node", str(THREE if "three" in case else RANKS)]
+    arguments = [script or script_of(library), directory, *deaths]
     return subprocess.run(
         [sys.executable, "-m", *LAUNCHERS[launcher], *flags, *ranks, *map(str, arguments)],
         env={**environment(), "CASE": case, **more},
@@ -129,6 +129,11 @@ def is_told(said: str) -> bool:
     """Whether a rank has said that a resume is not exact, or `lastwords run`, which hears of it later."""
     launchers = [line for line in said.splitlines() if line.startswith("lastwords run:")]
     return NOT_EXACT in said or any("is not exact" in line for line in launchers)
+
+
+def lines(directory: Path) -> list[int]:
+    """Steps that rank 0 has ended, as often as it has."""
+    return [int(line.split()[0]) for line in (directory / "trace-0").read_text().splitlines()]
 
 
 def check_equal(directory: Path, undisturbed: Path, files: tuple[str, ...] = ("final", "log", "checkpoints")) -> None:
@@ -204,6 +209,31 @@ def test_a_trainer_goes_on_when_it_is_started_again(
         assert started(tmp_path, library, "", *deaths, launcher="torchrun", PROTECTED="1").returncode != 0
     run(tmp_path, library, "", *deaths, launcher="torchrun", PROTECTED="1")
     check_equal(tmp_path, undisturbed)
+    assert lines(tmp_path) == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_script_that_imports_lastwords_auto_goes_on_when_it_is_started_again(
+    library: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    undisturbed = whole(library, "")
+    script, first = tmp_path / "train.py", "from __future__ import annotations\n"
+    script.write_text(script_of(library).read_text().replace(first, f"{first}\nimport lastwords.auto\n"))
+    assert started(tmp_path, library, "", "1:8:fwd", launcher="torchrun", script=script).returncode != 0
+    run(tmp_path, library, "", "1:8:fwd", launcher="torchrun", script=script)
+    check_equal(tmp_path, undisturbed)
+    assert lines(tmp_path) == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_two_of_three_ranks_that_die_at_once_are_healed_together(
+    library: str, whole: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    undisturbed = whole(library, "three draws")
+    said = run(tmp_path, library, "three draws", "1:4:fwd", "2:4:fwd", "0:9:fwd", "1:9:fwd", AUTO="1")
+    check_equal(tmp_path, undisturbed)
+    assert len(pids(tmp_path, 2)) == 1 + 2
+    assert NOT_EXACT not in said, said
 
 
 @pytest.mark.parametrize(
@@ -211,8 +241,10 @@ def test_a_trainer_goes_on_when_it_is_started_again(
     [
         ("transformers", "draws", "streams of the batch in hand", "1:4:fwd"),
         ("transformers", "draws", "what was cut off", "1:6:evaluating"),
+        ("transformers", "lengths", "streams of the epoch", "1:4:fwd"),
         ("lightning", "draws", "what was cut off", "1:6:evaluating"),
         ("lightning", "draws workers by epoch", "streams of the epoch", "1:4:fwd"),
+        ("lightning", "one cycle hook draws", "step_begin", "1:4:fwd"),
     ],
 )
 def test_an_adaptor_that_lacks_a_part_differs(
@@ -225,7 +257,7 @@ def test_an_adaptor_that_lacks_a_part_differs(
 
 
 def test_an_adaptor_that_begins_no_step_is_told(whole: Callable[[str, str], Path], tmp_path: Path) -> None:
-    """Of transformers. Lightning's then does again what comes between two steps, after each death, with equal bits."""
+    """Of transformers. Lightning's goes on with what hooks have drawn as training begins again: see above."""
     whole("transformers", "draws")
     said = run(tmp_path, "transformers", "draws", "1:6:evaluating", PROTECTED="1", BROKEN="step_begin")
     assert is_told(said), said
