@@ -432,8 +432,13 @@ class _Protected(trainer_callback.TrainerCallback):
 @contextmanager
 def _no_batch_skipped(args: Any) -> Iterator[None]:
     """The loader begins after what was used by itself; the Trainer has to count those batches, and not to skip them."""
-    plain, trainer_module.skip_first_batches = trainer_module.skip_first_batches, lambda loader, count: loader
-    was, args.ignore_data_skip = args.ignore_data_skip, False
+    plain, was = trainer_module.skip_first_batches, args.ignore_data_skip
+
+    def skip_none(loader: Any, count: int) -> Any:
+        args.ignore_data_skip = was  # callbacks see it, and checkpoints have it
+        return loader
+
+    trainer_module.skip_first_batches, args.ignore_data_skip = skip_none, False
     try:
         yield
     finally:

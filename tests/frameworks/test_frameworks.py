@@ -54,6 +54,7 @@ CASES = {
         "stream shards": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "stream shards workers": ("1:4:fwd", "0:11:win"),
         "compiled": ("1:4:fwd", "0:11:win"),
+        "skips": ("1:4:fwd", "0:14:fwd"),
         "scaler": ("1:2:fwd", "0:6:evaluating", "1:11:fwd"),
         "lora bf16 noise best": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
     },
