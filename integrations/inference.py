@@ -15,7 +15,7 @@ from lastwords.checkpoint.load import Checkpoint, read_checkpoint
 from lastwords.checkpoint.slice_reader import SliceReader, Target
 from lastwords.errors import ConfigError, MismatchError, some
 from lastwords.integrations.catalogue import Catalogue, Whole, catalogue, read_box
-from lastwords.optim_wrapper.state.state_view import unwrap
+from lastwords.optim_wrapper.ddp.ddp_found import unwrap
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, dtype_named, overwrite
 from lastwords.sharding.dtensor import box_of, empty_shard, is_dtensor, local_of, placements_to_json
 from lastwords.torch_private import non_persistent

@@ -120,13 +120,10 @@ def first_differentiable(output: Any) -> torch.Tensor | None:
 
 
 class RngCapture:
-    """The random number streams that every process has: python, numpy, torch, the accelerator.
+    """The random number streams that every process has: python, numpy, torch, the accelerator."""
 
-    devices: accelerator devices to include; None: the current one, if an accelerator is in use.
-    """
-
-    def __init__(self, *, devices: Sequence[torch.device] | None = None, ledger: Ledger | None = None) -> None:
-        self._streams: list[Stream] = default_streams(devices)
+    def __init__(self, *, ledger: Ledger | None = None) -> None:
+        self._streams: list[Stream] = default_streams()
         self._takes: dict[int, list[Callable[[], None]]] = {}
         self._numpy = next(stream for stream in self._streams if isinstance(stream, NumpyStream))
         self.ledger = ledger or Ledger()

@@ -275,7 +275,7 @@ def with_those_beside(model: torch.nn.Module, own: Collection[int], trained: Seq
         return model
     places = places_of(left)
     found: dict[int, list[torch.nn.Module]] = {}
-    for module in {id(one): one for one in (_network(ddp) for ddp in holding(left))}.values():
+    for module in {id(one): one for one in (unwrap(ddp) for ddp in holding(left))}.values():
         found.setdefault(_first(module, places), []).append(module)
     covered = {id(one) for modules in found.values() for module in modules for one in module.parameters()}
     rest = {key: place for key, place in places.items() if key not in covered}
@@ -292,10 +292,11 @@ def with_those_beside(model: torch.nn.Module, own: Collection[int], trained: Seq
     return ModulesBeside(model, others, trained) if others else model
 
 
-def _network(module: torch.nn.Module) -> torch.nn.Module:
-    while (inner := one_layer_off(module)) is not None:
-        module = inner
-    return module
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module under DDP, DataParallel, torch.compile and the like, in any order."""
+    while (inner := one_layer_off(model)) is not None:
+        model = inner
+    return model
 
 
 def _first(module: torch.nn.Module, places: dict[int, int]) -> int:
@@ -306,7 +307,7 @@ def _largest(places: dict[int, int]) -> list[torch.nn.Module]:
     """Live modules that hold any of these parameters and are in no other such module."""
     holders = [module for module in _made(torch.nn.Module) if any(id(one) in places for one in module.parameters())]
     inside = {id(inner) for module in holders for inner in module.modules() if inner is not module}
-    networks = (_network(module) for module in holders if id(module) not in inside)
+    networks = (unwrap(module) for module in holders if id(module) not in inside)
     return list({id(network): network for network in networks}.values())
 
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from lastwords.errors import ConfigError, some
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
@@ -23,10 +21,10 @@ from lastwords.optim_wrapper.loop.data_position import (
     open_epoch,
     pass_over,
     static_reasons,
+    streams_of,
 )
-from lastwords.optim_wrapper.state.generators import GeneratorState, of_stream, state_of
-from lastwords.optim_wrapper.state.object_walk import Beyond, Cell, Walk, own_of
-from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
+from lastwords.optim_wrapper.state.generators import GeneratorState
+from lastwords.optim_wrapper.state.object_walk import Cell, Walk, own_of
 
 UNKNOWN_END = (
     "an epoch's last step had just ended, and samplers draw once more from their own generators ({}) where a loop asks "
@@ -202,7 +200,7 @@ class Batches:
         """The first epoch of a resumed run, of which nothing is drawn before its first batch is asked for."""
         loop.begin_step()
         at = self._resumed
-        own = [name for name in _streams_of(self.loader) if name.startswith(_LOADERS)]
+        own = [name for name in streams_of(self.loader) if name.startswith(_LOADERS)]
         if at is not None and at.used == len_of(self.loader) and own and not (at.ended or self.ahead):
             loop.not_exact(UNKNOWN_END.format(", ".join(sorted(own))))
         if at is None or at.ended or at.used in (0, len_of(self.loader)):
@@ -289,7 +287,7 @@ class Batches:
                 self._said = True
                 loop.know_data(self.loader)
                 loop.not_exact(*static_reasons(self.loader, self._facts, "refetch"))
-            self._streams = _streams_of(self.loader)
+            self._streams = streams_of(self.loader)
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -310,15 +308,6 @@ class Batches:
         for name, state in states.items():
             if name in self._streams:
                 self._streams[name].put(state)
-
-
-def _streams_of(loader: Any) -> dict[str, GeneratorState]:
-    """The process's own on the CPU, which a loader may draw from, the loader's, and those in the user's own code."""
-    found = {"python": of_stream(PythonStream()), "numpy": of_stream(NumpyStream()),
-             "torch": of_stream(TorchStream("torch", torch.default_generator))}  # fmt: skip
-    walk = Walk({"loader": loader}, {})
-    own = {**walk.generators, **Beyond(walk, {}).generators}
-    return found | {name: state for name, one in own.items() if (state := state_of(one)) is not None}
 
 
 def _counted(loader: Any) -> dict[str, str]:

@@ -11,20 +11,19 @@ workers the batches are fetched again and dropped, as only that moves the worker
 from __future__ import annotations
 
 import enum
-import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lastwords.checkpoint.meta import Drawn, LoopFacts
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.launch.progress import Progress
-from lastwords.optim_wrapper.state.object_walk import Walk
+from lastwords.optim_wrapper.state.generators import GeneratorState, of_process, state_of
+from lastwords.optim_wrapper.state.object_walk import Beyond, Walk
 
 _NO_LENGTH = (
     "; give it a __len__ (batches per epoch, the same on every rank), or write a custom loop that calls "
@@ -137,10 +136,11 @@ def _iterates_as_torch(kind: type[DataLoader[Any]]) -> bool:
     return kind.__iter__ is DataLoader.__iter__ or kind.__iter__.__module__ == _STATEFUL
 
 
-def generators(loader: Any) -> dict[str, torch.Generator]:
-    """The torch generators that a loader draws from, each once, by where they are."""
-    found = Walk({"loader": loader}, {}).generators
-    return {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
+def streams_of(loader: Any) -> dict[str, GeneratorState]:
+    """The process's own on the CPU, which a loader may draw from, the loader's, and those in the user's own code."""
+    walk = Walk({"loader": loader}, {})
+    own = {**walk.generators, **Beyond(walk, {}).generators}
+    return of_process() | {name: state for name, one in own.items() if (state := state_of(one)) is not None}
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -182,7 +182,7 @@ def open_epoch(loader: Any, facts: LoaderFacts, *, late: bool) -> Iterator[Any]:
     drawing a base seed, and only reset afterwards. So a process that goes on in a later epoch makes it beforehand.
     """
     if late and facts.persistent_workers and facts.kind in (LoaderKind.INDEXED, LoaderKind.ITERABLE):
-        streams = _Streams(generators(loader))
+        streams = _Streams(streams_of(loader))
         iter(loader)
         streams.put_back()
     return iter(loader)
@@ -206,7 +206,7 @@ def pass_over(
         restore_step()
         return reasons
     first = _fetch(iterator, batches, show_progress=show_progress)
-    drawn, last = first.moved(), _Streams({})
+    drawn, last = first.moved(), _Streams()
     restore_step()
     if facts.kind is LoaderKind.ITERABLE:
         # Where the training draws none of them, they are now where they were then; and an epoch's end has no order.
@@ -254,12 +254,12 @@ class Draws:
     def asked(self) -> None:
         """The next batch is about to be fetched."""
         if self._given is not None:
-            self._trained, self._asked = self._given.moved(), _Streams({})
+            self._trained, self._asked = self._given.moved(), _Streams()
 
     def given(self) -> None:
         """It has been."""
         if self._asked is None:
-            self._given = _Streams({})
+            self._given = _Streams()
             return
         drawn = self._asked.moved()
         if drawn & self._trained if self._shared else drawn:
@@ -269,7 +269,7 @@ class Draws:
 
 def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _Streams:
     """Fetch and drop so many batches; returns the streams after the first, whose draws no training had come before."""
-    streams = _Streams({})
+    streams = _Streams()
     progress = Progress("fetching the data that was done once more", batches) if show_progress else None
     for count in range(1, batches + 1):
         try:
@@ -280,7 +280,7 @@ def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _St
                 "checkpoint was saved; resume with the same data"
             ) from None
         if count == 1:
-            streams = _Streams({})
+            streams = _Streams()
         if progress is not None:
             progress.at(count)
     if progress is not None:
@@ -330,7 +330,7 @@ class _Rest:
 def _draw_indices(iterator: Any, batches: int) -> list[str]:
     sampler = getattr(iterator, _SAMPLER_ITERATOR)
     next(sampler)
-    streams = _Streams({})
+    streams = _Streams()
     for _ in range(batches - 1):
         next(sampler)
     iterator._num_yielded += batches
@@ -345,32 +345,20 @@ def _draw_indices(iterator: Any, batches: int) -> list[str]:
 
 
 class _Streams:
-    """The training process's random streams at one moment."""
+    """Random streams at one moment: the training process's own, if no others are given."""
 
-    def __init__(self, own: Mapping[str, torch.Generator]) -> None:
-        self._own = own
-        self._python = random.getstate()
-        self._numpy: Any = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._states = {name: generator.get_state() for name, generator in own.items()}
+    def __init__(self, states: Mapping[str, GeneratorState] | None = None) -> None:
+        every = of_process() if states is None else states
+        self._then = {name: (state, state.read()) for name, state in every.items()}
 
     def moved(self) -> set[str]:
         """Which of them are elsewhere now."""
-        numpy_now: Any = np.random.get_state()
-        numpy_moved = numpy_now[2] != self._numpy[2] or not np.array_equal(numpy_now[1], self._numpy[1])
-        moved = {
-            "python": random.getstate() != self._python,
-            "numpy": numpy_moved,
-            "torch": not torch.equal(torch.get_rng_state(), self._torch),
-        }
-        return {name for name, has in moved.items() if has}
+        return {name for name, (state, then) in self._then.items() if state.read() != then}
 
     def put_back(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        for name, generator in self._own.items():
-            generator.set_state(self._states[name])
+        for state, then in self._then.values():
+            with suppress(MismatchError):  # of another kind, which is told of where it is captured
+                state.put(then)
 
 
 def known_at_resume(saved: LoopFacts, step: int) -> list[str]:

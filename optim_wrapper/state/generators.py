@@ -289,6 +289,12 @@ def of_stream(stream: Stream) -> GeneratorState:
     return GeneratorState(read, stream.restore)
 
 
+def of_process() -> dict[str, GeneratorState]:
+    """The process's own on the CPU."""
+    torchs = TorchStream("torch", torch.default_generator)
+    return {"python": of_stream(PythonStream()), "numpy": of_stream(NumpyStream()), "torch": of_stream(torchs)}
+
+
 def _of_bits(bits: Any) -> GeneratorState:
     seeds = getattr(bits, "seed_seq", None)
 

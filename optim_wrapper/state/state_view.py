@@ -23,7 +23,7 @@ from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import refuse_unstorable
 from lastwords.errors import ConfigError, UnstorableError
-from lastwords.optim_wrapper.ddp.ddp_found import one_layer_off, with_those_beside
+from lastwords.optim_wrapper.ddp.ddp_found import unwrap, with_those_beside
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind, state_of
 from lastwords.optim_wrapper.state.global_names import GlobalNames, Naming
 from lastwords.optim_wrapper.state.own_state import OptimizerTrees, is_usual, placed, shared_in
@@ -139,13 +139,6 @@ _NOTHING: Mapping[Any, Any] = {}
 
 AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
 """torch's own optimizers that let weights differ from rank to rank although the model is DDP's."""
-
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module under DDP, DataParallel, torch.compile and the like, in any order."""
-    while (inner := one_layer_off(model)) is not None:
-        model = inner
-    return model
 
 
 def own_name(prefix: str, key: str) -> str:

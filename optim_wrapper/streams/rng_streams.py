@@ -23,7 +23,7 @@ import ctypes
 import logging
 import random
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -216,14 +216,10 @@ def accelerator_devices() -> tuple[torch.device, ...]:
     return (torch.device(accelerator.type, torch.accelerator.current_device_index()),)
 
 
-def default_streams(devices: Iterable[torch.device] | None = None) -> list[Stream]:
-    """Streams that every process has; `devices` None means the current accelerator device, if one is in use."""
-    streams: list[Stream] = [PythonStream(), NumpyStream()]
-    streams.append(TorchStream("torch", torch.default_generator))
-    for device in sorted(set(accelerator_devices() if devices is None else devices), key=str):
-        if device.type != "cpu":
-            streams.append(DeviceStream(device))
-    return streams
+def default_streams() -> list[Stream]:
+    """Streams that every process has, and that of the accelerator device in use."""
+    of_torch = TorchStream("torch", torch.default_generator)
+    return [PythonStream(), NumpyStream(), of_torch, *map(DeviceStream, accelerator_devices())]
 
 
 def _sized(region: RegionSpec, data: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:

@@ -21,11 +21,11 @@ from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState, write_part
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError, NotAnOptimizerError
-from lastwords.optim_wrapper.ddp.ddp_found import find_ddp
+from lastwords.optim_wrapper.ddp.ddp_found import find_ddp, unwrap
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.optim_wrapper.state.plain_values import PlainValues, copy_groups
-from lastwords.optim_wrapper.state.state_view import UnitView, unwrap
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors import tensor_bytes
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.whole_copies import WholeCopies

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.loop.data_position import loader_facts, open_epoch
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.state import generators
 from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes
@@ -482,6 +483,26 @@ def test_persistent_workers_are_exact_in_the_first_epoch_and_keep_their_order_la
         assert again.record == after(quiet.record, epoch, step), (epoch, step)
     # Why it is not promised: what the workers draw in a later epoch is not what it would have been.
     assert resumed(whole, make, 2, 2, epochs=3).record != after(whole.record, 2, 2)
+
+
+class Permuted(Sampler[int]):
+    """Draws from a generator of numpy's that is its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rng.permutation(SAMPLES).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+@pytest.mark.process
+def test_persistent_workers_that_are_started_beforehand_draw_nothing_from_a_sampler() -> None:
+    whole = DataLoader(Items(), sampler=Permuted(), num_workers=1, persistent_workers=True)
+    found = [int(item[0]) for (item,) in open_epoch(whole, loader_facts(whole), late=True)]
+    assert found == [*Permuted()]
 
 
 @pytest.mark.parametrize("accumulate", [2, 4, 6, 7])
