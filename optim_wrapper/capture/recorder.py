@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import weakref
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from lastwords.checkpoint.codec import brief
@@ -143,76 +143,7 @@ class LoopHabits:
             self._say()
 
 
-# What a black box says of a step beside its regions: JSON, put together from parts written when it is cheap.
-
 _log = logging.getLogger(__name__)
-
-
-def begin(
-    position: Position | None,
-    last: Position | None,
-    names_steps: bool,
-    *,
-    ahead: bool,
-    ends_epoch: bool | None = None,
-) -> bytes:
-    """The document of a step that the loop calls so, open for more members.
-
-    last: what it called the step before, where this one has no name yet. ahead: the step needs its epoch's start.
-    ends_epoch: it is the last one of its epoch; None: not known.
-
-    >>> begin(Position(2, 7), None, True, ahead=False)
-    b'{"epoch":2,"step":7,"needs_epoch_start":false'
-    """
-    needs = b"true" if ahead else b"false"
-    if position is not None:
-        ends = b"" if ends_epoch is None else b',"ends_epoch":true' if ends_epoch else b',"ends_epoch":false'
-        return b'{"epoch":%d,"step":%d,"needs_epoch_start":%s%s' % (*position, needs, ends)
-    # What the loop called the last step: null if no step has ended, nothing if it gives no names.
-    after = b"[]" if not names_steps else b"null" if last is None else b"[%d,%d]" % last
-    return b'{"epoch":null,"step":null,"after":%s,"needs_epoch_start":%s' % (after, needs)
-
-
-def of_rank(extras: Extras, snapshot: ExtrasSnapshot) -> bytes:
-    """The members that hold rank-local extras."""
-    inline = pack_inline(extras, snapshot)
-    members: dict[str, Any] = {"local_extras": pack(inline.to_json(), "local_extras")}
-    if inline.tree.left_out:
-        members["reasons"] = inline.tree.reasons
-    return b",%s" % json.dumps(members).encode()[1:-1]
-
-
-def of_extras(step: int, digests: Mapping[str, str]) -> bytes:
-    """The member that shows whether extras are the same on all ranks, as of that many steps; empty without extras."""
-    return b',"extras":%s' % json.dumps([step, digests]).encode() if digests else b""
-
-
-def what_differs(extras: Extras, one: ExtrasSnapshot, other: ExtrasSnapshot) -> str:
-    """Which rank-local extras are not stored alike in two snapshots."""
-
-    def alone(snapshot: ExtrasSnapshot, name: str) -> bytes:
-        return of_rank(extras, dataclasses.replace(snapshot, states={name: snapshot.states[name]}))
-
-    names = [name for name in one.states if alone(one, name) != alone(other, name)]
-    return ", ".join(extras.called(names)) or "local_extras"
-
-
-def alike(watch: StateWatch) -> bytes:
-    """The members that show what is alike on all ranks, and the optimizer's numbers that are kept for this one."""
-    kind, now, before = watch.state_marks()
-    words = f',"state":["{kind}",{now},{before}]'.replace("None", "null").encode()
-    return watch.values.members(watch.alike() if watch.copies else {}) + words
-
-
-def begun(moved: Sequence[str] | None) -> bytes:
-    """The members of a loop that says when the next step begins. moved: since the end of this one; None: still there.
-
-    >>> begun(None), begun([]), begun(["rng/torch"])
-    (b',"begun":false', b',"begun":true', b',"begun":true,"between":["rng/torch"]')
-    """
-    if moved is None:
-        return b',"begun":false'
-    return b',"begun":true,"between":%s' % json.dumps(moved).encode() if moved else b',"begun":true'
 
 
 def changed_after_the_end(moved: Sequence[str], step: int, *, expected: bool) -> str:
@@ -273,7 +204,8 @@ class StepRecorder:
         for of, objects in (("extras", extras), ("local_extras", local_extras)):
             apart |= {f"{of}[{name!r}]": one for name, one in (objects or {}).items()}
         self.attributes = attributes.of_job(self.view, optimizers, self.ledger, of_optimizers, beside, apart, variables)
-        self._digests = b""
+        self._digests: list[Any] | None = None
+        """Of extras, as of so many steps: whether they are the same on all ranks."""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
@@ -303,17 +235,19 @@ class StepRecorder:
         self.local_extras_now: ExtrasSnapshot = self.local_extras.first()
         self.position_under_way: Position | None = None
         """What the loop calls the step that has begun; None until it says so, in a loop of one's own."""
-        self._document = b""  # of the step under way
-        self._of_all = b"}"  # a document's end: what has to be alike on all ranks, as of the last step's end
+        self._of_all: dict[str, Any] = {}
+        """Members of a document: what has to be alike on all ranks, as of the last step's end."""
         self.named: Position | None = None
         self.loop = LoopHabits(self._say_reasons)
         self._step = self._ended_here = 0
         self._hook: BeforeCollective | None = None
         self._paused = self._needs_epoch_start = False
-        self._tentative_local: tuple[ExtrasSnapshot, bytes] | None = None
+        self._tentative_local: ExtrasSnapshot | None = None
         self.uncopied = False
         """No copy has been taken of the step under way, and no gate will ask for one."""
-        self._attributes_then = self._attributes_ended = b""  # in the tentative copy, and in the committed one
+        self._attributes_then: dict[str, Any] = {}
+        self._attributes_ended: dict[str, Any] = {}
+        """What documents say of them, in the tentative copy, and in the committed one."""
         self._steps_per_epoch = 0  # not known
         self.ends_early, self.names_steps = False, True
         self._constants: dict[str, str] | None = None
@@ -427,11 +361,11 @@ class StepRecorder:
         if epoch_start and position is not None and self._box is not None:
             self.attributes.restore(at_start, looked=True)
             self.rng.restore(epoch_start)
-            self._box.epoch_start(position.epoch, b"{%s}" % self.attributes.document()[1:])
+            self._box.epoch_start(position.epoch, _encoded(self.attributes.document()))
         if step_regions:
             self.attributes.restore(at_step, looked=True)
             self.rng.restore(step_regions)
-        self._keep(step, position, self.ends_epoch(position))
+        self._keep(step, position)
         as_constructed()  # what had not moved by the epoch's start is as the constructors left it
 
     def _know_constants(self) -> None:
@@ -519,7 +453,6 @@ class StepRecorder:
     def under_way(self, position: Position) -> None:
         """The loop calls the next step so."""
         self.position_under_way = position
-        self._document = self._document_of(position)
         if self.source is not None:
             self.source.under_way(position)
 
@@ -534,8 +467,11 @@ class StepRecorder:
         self.extras_now = self.extras.ended(self.extras_now, updated)
         self._ended_here += 1
         look = self._ended_here & (self._ended_here - 1) == 0  # after 1, 2, 4, 8, ... steps
+        late: list[str] = []
         if self.local_extras:
-            self.local_extras_now = self.local_extras.again(self.local_extras_now)[0]
+            before = self._tentative_local or self.local_extras_now
+            self.local_extras_now, moved_late = self.local_extras.again(before)
+            late = self.local_extras.called(moved_late)
         moved = self._see_what_moves(look=look)
         if updated:  # a loop that skips an update may step its schedulers or not
             self.after_update.happened({**self.extras_now.moved, **moved}, self.after_update.steps + 1, ends_epoch)
@@ -551,7 +487,7 @@ class StepRecorder:
             self.attributes.compare_extras({
                 name: one for name, one in said.items() if not isinstance(one, extras.LeftOut)
             })  # fmt: skip
-        self._keep(step, position, ends_epoch, comparable=self.watch.same_copies())
+        self._keep(step, position, late, comparable=self.watch.same_copies())
         if look:
             self.watch.announce_left_out()
             self.ledger.tell(*self.extras.own_reasons, *self.local_extras.own_reasons)
@@ -586,16 +522,14 @@ class StepRecorder:
         moved += self.gradients.again()
         self._make_room()
         if self._box is not None:
-            local = self._local(self.local_extras_now) if self.local_extras else b""
             self._of_all = self._said_of_all()
             drawn = self.attributes.generators.drawn()
             own = self.attributes.document()
             moved += filter(None, [attributes.differing(self._attributes_ended, own)])
-            said = self._document_of(self.named) + local + own
 
             def document(region: str | None) -> bytes:
                 moved.extend([] if region is None else [region])
-                return said + begun(moved) + self._of_all
+                return self._document_of(self.named, self.local_extras_now, own, begun=True, between=moved)
 
             self._box.committed_again(self._step, document)
             if expected:
@@ -611,7 +545,7 @@ class StepRecorder:
         """Digests of what has to be the same on all ranks; noted, for whoever resumes."""
         states = {name: one for name, one in self.extras_now.states.items() if self.extras.are_users(name)}
         found = extras.digests(states, {name: self.extra_buffers.of(name) for name in states})
-        self._digests = of_extras(self._ended_here, extras.by_extra(found, states))
+        self._digests = [self._ended_here, extras.by_extra(found, states)]
         return found
 
     def _see_what_moves(self, *, look: bool) -> dict[str, int]:
@@ -626,35 +560,25 @@ class StepRecorder:
             self._make_room()
         return moved
 
-    def _keep(self, step: int, position: Position | None, ends_epoch: bool | None, *, comparable: bool = True) -> None:
-        ahead, names_steps = self._needs_epoch_start, self.names_steps
-        if position is not None and position == self.position_under_way:
-            ended = self._document
-        else:
-            ended = begin(position, self.named, names_steps, ahead=ahead, ends_epoch=ends_epoch)
+    def _keep(self, step: int, position: Position | None, late: Sequence[str] = (), *, comparable: bool = True) -> None:
+        """late: what of `local_extras` has changed since the tentative copy."""
+        self.named = position or self.named
         self._step, self.position_under_way = step, None
         self.uncopied = self._hook is not None
-        self.named = position or self.named
-        # In steps() the next step has a name before its tentative copy; elsewhere this is written while it is cheap.
-        self._document = b"" if ahead else begin(None, self.named, names_steps, ahead=ahead)
         self.watch.mark_end(step)
         self._of_all = self._said_of_all()
         if self._box is not None:
-            local = self._local(self.local_extras_now) if self.local_extras else b""
             own = self._attributes_ended = self.attributes.document()
-            early = begun(None) if self.ends_early else b""
-            early += b',"early":%s' % json.dumps(self.loop.early_reasons).encode() if self.ends_early else b""
-            said = ended + local + own + early + self._of_all
+            early = {"begun": False, "early": self.loop.early_reasons} if self.ends_early else {}
+            said = self._document_of(position, self.local_extras_now, own, **early)
+            ends_epoch = self.ends_epoch(position)
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
             tentative, self._tentative_local = self._tentative_local, None
-            if tentative is not None and not self._late_named:
-                late = attributes.differing(self._attributes_then, own)
-                if tentative[1] != local:
-                    late = what_differs(self.local_extras, tentative[0], self.local_extras_now)
-                if late:
-                    self._moves_late(late)
-            self._attributes_then = b""
+            unknown = tentative is not None and not self._late_named
+            if unknown and (which := ", ".join(late) or attributes.differing(self._attributes_then, own)):
+                self._moves_late(which)
+            self._attributes_then = {}
             self.attributes.ended()
         if self.source is not None:
             seen = self.after_update.copy()
@@ -678,7 +602,7 @@ class StepRecorder:
     def epoch_start(self, epoch: int) -> None:
         """The random number streams, and what moves, before the first batch of `epoch` is asked for."""
         if self._box is not None:
-            self._box.epoch_start(epoch, b"{%s}" % self.attributes.document(look=True)[1:])
+            self._box.epoch_start(epoch, _encoded(self.attributes.document(look=True)))
 
     def tentative(self, *, late: bool = False) -> None:
         """The copy of the step under way, before anything that lets a peer update.
@@ -688,9 +612,7 @@ class StepRecorder:
         if self._box is not None and not self._paused:
             self.finish_copy()
             self.ends_early = self.uncopied = False  # the next step is under way, whether or not the loop has said so
-            extras = self.local_extras.again(self.local_extras_now)[0]
-            local = self._local(extras) if self.local_extras else b""
-            self._tentative_local = extras, local
+            self._tentative_local = self.local_extras.again(self.local_extras_now)[0]
             looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
             self._attributes_then = self.attributes.document(look=looks)
             if not late:
@@ -699,8 +621,8 @@ class StepRecorder:
                 self.gradients.backward.under_way = True
                 if self.gradients.looks_in_backward:
                     self.gradients.in_backward()
-            said = self._document or self._document_of(self.position_under_way)
-            self._box.tentative(self._step + 1, said + local + self._attributes_then + self._of_all)
+            said = self._document_of(self.position_under_way, self._tentative_local, self._attributes_then)
+            self._box.tentative(self._step + 1, said)
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""
@@ -723,13 +645,30 @@ class StepRecorder:
         facts = {"reasons": [brief(one) for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
 
-    def _document_of(self, position: Position | None) -> bytes:
-        return begin(
-            position, self.named, self.names_steps, ahead=self._needs_epoch_start, ends_epoch=self.ends_epoch(position)
-        )
+    def _document_of(self, position: Position | None, local: ExtrasSnapshot, own: dict[str, Any], **more: Any) -> bytes:
+        """A `StepDocument` of a step that the loop calls so. own: members of `attributes`."""
+        epoch, step = position or (None, None)
+        said: dict[str, Any] = {"epoch": epoch, "step": step, "needs_epoch_start": self._needs_epoch_start}
+        if position is None:
+            said["after"] = self.named if self.names_steps else ()
+        else:
+            said["ends_epoch"] = self.ends_epoch(position)
+        if self.local_extras:
+            inline = pack_inline(self.local_extras, local)
+            said |= {"local_extras": pack(inline.to_json(), "local_extras"), "reasons": inline.tree.reasons}
+        return _encoded(said | own | self._of_all | more)
 
-    def _said_of_all(self) -> bytes:
-        return self._digests + alike(self.watch) + b"}"
+    def _said_of_all(self) -> dict[str, Any]:
+        alike = self.watch.values.members(self.watch.alike() if self.watch.copies else {})
+        return {"extras": self._digests, **alike, "state": self.watch.state_marks()}
 
-    def _local(self, local: ExtrasSnapshot) -> bytes:
-        return of_rank(self.local_extras, local)
+
+def _encoded(document: Mapping[str, Any]) -> bytes:
+    """
+    >>> _encoded({"step": 7, "early": ["\\ud800"]})
+    b'{"step": 7, "early": ["\\\\ud800"]}'
+    """
+    try:
+        return msgspec.json.encode(document)
+    except (UnicodeEncodeError, TypeError):  # text of the user's with half a surrogate pair, or of a class of its own
+        return json.dumps(document).encode()

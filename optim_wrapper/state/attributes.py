@@ -334,11 +334,12 @@ class Attributes:
     def moved(self) -> set[str]:
         return {".".join(name) for name in self._moved if name[0] in self._walk.objects}
 
-    def document(self, *, look: bool = False) -> bytes:
-        """Members of a step's document: what moves, and the generators, with a comma first; empty if nothing does."""
+    def document(self, *, look: bool = False) -> dict[str, Any]:
+        """Members of a step's document: what moves, and the generators; empty if nothing does."""
         if look:
             self.look()
-        return (self._values() if self._moved else b"") + self.generators.document()
+        values = self._said() if self._moved else {}
+        return ({"attributes": values} if values else {}) | self.generators.document()
 
     def of_loader(self, *, look: bool) -> str:
         """What moves of the loader, for `loader_as_of`; empty if nothing does. look: at whatever has moved by now."""
@@ -377,10 +378,6 @@ class Attributes:
         }
         found = here.also_in(walk)
         return {name for name in self._moved if name[0] in found or name in shared}
-
-    def _values(self) -> bytes:
-        said = self._said()
-        return b',"attributes":%s' % json.dumps(said).encode() if said else b""
 
     def _said(self, only: Container[_Name] | None = None) -> dict[str, dict[str, Any]]:
         """What moves and can be stored. only: of these."""
@@ -595,11 +592,10 @@ def _by_path(names: Iterable[_Name]) -> dict[str, dict[str, StoredValue]]:
     return found
 
 
-def differing(one: bytes, other: bytes) -> str:
+def differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Names of what the first of two documents has otherwise than the second, or lacks; empty if there is none."""
-    if one == other or not other:
+    if was == now:
         return ""
-    was, now = (json.loads(b"{%s}" % members[1:]) for members in (one, other))
     before, after = was.get("attributes", {}), now.get("attributes", {})
     every = [(path, key) for path, keys in after.items() for key in keys]
     names = [f"{path}.{key}" for path, key in every if before.get(path, {}).get(key) != after[path][key]]

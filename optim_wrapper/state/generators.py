@@ -48,17 +48,16 @@ class _Generator:
 
     def __init__(self, generator: Any, state: GeneratorState, *, ends: int) -> None:
         self.generator, self.state, self.kind, self.ends = generator, state, kind_of(generator), ends
-        self.taken, self.text = b"", b""
-        self.member()
-        self.found_as = self.taken
+        self.taken = self.found_as = state.read()
+        self._member: list[str] = []
 
-    def member(self) -> bytes:
-        """The member of a document: JSON."""
+    def member(self) -> list[str]:
+        """The member of a document."""
         now = self.state.read()
-        if now != self.taken:
+        if now != self.taken or not self._member:
             self.taken = now
-            self.text = json.dumps([self.kind, base64.b64encode(now).decode("ascii")]).encode()
-        return self.text
+            self._member = [self.kind, base64.b64encode(now).decode("ascii")]
+        return self._member
 
 
 class Generators:
@@ -171,15 +170,15 @@ class Generators:
                     self._leaves[path].ends = leaf.ends + 1
         return now
 
-    def document(self) -> bytes:
-        """The member of a step's document, with a comma first; empty if there are none."""
+    def document(self) -> dict[str, Any]:
+        """The member of a step's document; empty if there are none."""
         if not self._leaves:
-            return b""
-        texts = [b"%s:%s" % (json.dumps(path).encode(), one.member()) for path, one in self._leaves.items()]
-        if sum(map(len, texts)) > BYTES_MAX:
-            self.ledger.tell(f"the states of {len(texts)} random generators are too large to be saved with each step")
-            return b""
-        return b',"generators":{%s}' % b",".join(texts)
+            return {}
+        said = {path: one.member() for path, one in self._leaves.items()}
+        if sum(len(state) for _, state in said.values()) > BYTES_MAX:
+            self.ledger.tell(f"the states of {len(said)} random generators are too large to be saved with each step")
+            return {}
+        return {"generators": said}
 
     # ------------------------------------------------------------------ in an incident, any thread
 

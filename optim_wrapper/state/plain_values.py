@@ -10,7 +10,6 @@ and of the numbers in the state the values themselves as long as they are few.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +103,7 @@ class PlainValues:
         self._now: dict[str, int] = {}
         self._before: dict[str, int] = {}
         self._called = {"groups": "optimizer's param_groups"}
-        self._said: tuple[object, bytes] = None, b""
+        self._said: tuple[object, dict[str, Any]] = None, {}
 
     def list_values(self) -> None:
         """See which values there are now: microseconds for each parameter."""
@@ -115,7 +114,7 @@ class PlainValues:
         self._mixed = [place for place in lists if not place.numbers]
         self._lists = self._mixed if self._keeps else lists
         self._taken = []
-        self._said = None, b""
+        self._said = None, {}
         self._called |= {"numbers": _some(self._places), "lists": _some(self._mixed)}
 
     def groups(self) -> list[dict[str, Any]]:
@@ -183,8 +182,8 @@ class PlainValues:
         turns = 1 if self._keeps else -(-len(self._places) // KEPT_MAX)
         return self._places if turns == 1 else self._places[step % turns :: turns]
 
-    def members(self, copies: Mapping[str, Marks]) -> bytes:
-        """What a document says of all this, and of `copies`, other things that have to be alike; with a comma first."""
+    def members(self, copies: Mapping[str, Marks]) -> dict[str, Any]:
+        """What a document says of all this, and of `copies`, other things that have to be alike."""
         marks = None if copies else (self._now.copy(), self._before)
         if marks is None or marks != self._said[0]:  # else nothing has moved, as in most loops
             alike = {kind: Marks(self._called[kind], now, self._before.get(kind, 0)) for kind, now in self._now.items()}
@@ -192,8 +191,7 @@ class PlainValues:
             # Of two with one name one's would be put into the other.
             own = pack(named, "numbers") if self._keeps and len(named) == len(self._places) else {}
             said = {"alike": {**copies, **alike}, "numbers": own}
-            text = json.dumps({name: value for name, value in said.items() if value}).encode()
-            self._said = marks, b",%s" % text[1:-1] if len(text) > 2 else b""
+            self._said = marks, said
         return self._said[1]
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:

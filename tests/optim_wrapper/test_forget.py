@@ -53,7 +53,7 @@ def looked_at(*forget: str) -> tuple[Attributes, dict[str, Any]]:
         document = watch.document()
         watch.ended()
     net()
-    return watch, dict(saved_in(StepDocument(**json.loads(b"{%s}" % document[1:])), "x").values)
+    return watch, dict(saved_in(StepDocument(**document), "x").values)
 
 
 def about(watch: Attributes) -> set[str]:
@@ -105,7 +105,7 @@ def test_what_an_older_checkpoint_has_of_it_is_not_put_back() -> None:
     net.box_pool.meters.append(Pool())
     net.box_pool.calls = 3
     watch.look()
-    saved = saved_in(StepDocument(**json.loads(b"{%s}" % watch.document()[1:])), "x").values
+    saved = saved_in(StepDocument(**watch.document()), "x").values
     for forget, missing in ((("model.*.meters",), False), ((), True)):
         other = Attributes({"model": again}, dict, Ledger(forget))
         other.begin()
@@ -136,7 +136,7 @@ def test_what_has_another_name_too_is_saved_under_that_one(forget: str) -> None:
     watch.begin()
     net.box_pool.shared.append(1)
     watch.look()
-    saved = dict(saved_in(StepDocument(**json.loads(b"{%s}" % watch.document()[1:])), "x").values)
+    saved = dict(saved_in(StepDocument(**watch.document()), "x").values)
     kept = "model.mask_pool" if "box" in forget else "model.box_pool"
     assert saved == {kept: {"shared": ({"plain": [1]}, {})}}
 

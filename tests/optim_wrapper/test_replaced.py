@@ -357,7 +357,7 @@ def test_files_and_locks_are_no_values_and_nobody_asks_an_object_for_its_class()
     with open(__file__) as net.file:
         net.lock = threading.Lock()
         watch.look()
-        assert watch.document() == b""
+        assert watch.document() == {}
     assert told(watch) == []
 
 
@@ -544,7 +544,7 @@ def test_what_cannot_be_stored_is_told_once_it_moves_and_not_before(kind: str) -
     assert watch.moved == (set() if kind != "cycle" else {"model.it"}), "a cycle does not show where it is"
     move(net.it)
     watch.look()
-    assert watch.document() == b""
+    assert watch.document() == {}
     assert [reason.partition(": ")[0] for reason in told(watch)] == ["the attribute model.it changes, and is not saved"]
 
 
