@@ -3,6 +3,7 @@
 --unsaved: a number that the loop changes hangs on an object that nobody hands over. --unseeded: all weights are drawn
 anew in each run. --cache: a layer keeps its last output, too large to be saved, and nothing reads it; --cache-read: the
 next forward pass does. --never: it does not resume. --crash: it fails in step 4. --hang: it stands still there.
+--halves: the layers have two optimizers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--unsaved", "--unseeded", "--cache", "--cache-read", "--never", "--crash", "--hang"):
+    for flag in ("--unsaved", "--unseeded", "--cache", "--cache-read", "--never", "--crash", "--hang", "--halves"):
         parser.add_argument(flag, action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,11 +63,11 @@ def main() -> None:
     drawn = torch.Generator().manual_seed(7)
     samples = TensorDataset(torch.randn(80, 8, generator=drawn), torch.randint(0, 4, (80,), generator=drawn))
     loader = DataLoader(samples, 8, sampler=DistributedSampler(samples, seed=3))
-    plain = torch.optim.AdamW(net.parameters(), 1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 5000)
+    parts = [net[:2], net[2:]] if arguments.halves else [net]
+    plain = [torch.optim.AdamW(part.parameters(), 1e-3) for part in parts]
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain[0], 5000)
     trainer = Trainer()
     with lastwords.protect("./mine/", model=model, optimizer=plain, extras={"scheduler": scheduler}) as tft:
-        optimizer = tft.optimizer
         if not arguments.never:
             tft.resume(missing_ok=True)
         for _epoch, step, (x, y) in tft.steps(loader, epochs=5):
@@ -78,9 +79,11 @@ def main() -> None:
             if arguments.unsaved:
                 loss = loss * trainer.scale
                 trainer.scale *= 0.9
-            optimizer.zero_grad()
+            for optimizer in tft.optimizers:
+                optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
+            for optimizer in tft.optimizers:
+                optimizer.step()
             scheduler.step()
             tft.step_end()
             if step == 5:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,30 @@ def test_a_script_that_resumes_exactly_is_bitwise_in_each_phase_and_its_own_chec
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"report.json", "scratch"}, "not even a directory for the script's checkpoints"
     assert not [*(tmp_path / "scratch").glob("lastwords-drill-*")], "the drill's own are removed"
+
+
+def test_one_rank_or_two_at_once_die_between_and_after_the_updates_of_two_optimizers(tmp_path: Path) -> None:
+    phases, kept = {"between-updates": "optimizer 0", "after-update": "optimizer 1"}, tmp_path / "kept"
+    flags = ("--nproc-per-node", "3", "--phases", ",".join(phases), "--kills", "2", "--two", "--keep", str(kept))
+    said = drilled(tmp_path, *flags, command=(SCRIPT, "--halves"))
+    assert said.code == 0, said.text
+    drills = said.report["drills"]
+    assert [(one["phase"], len(one["ranks"])) for one in drills] == [(name, n) for name in phases for n in (1, 1, 2)]
+    assert {one["verdict"] for one in drills} == {"bitwise"}, said.text
+    for number, one in enumerate(drills, 1):
+        assert one["step"] - one["resumed_after"] in (0, 1)
+        folder = kept / f"{number:02}-{one['phase']}"
+        (line,) = [
+            line for line in (folder / "output.log").read_text().splitlines() if line.startswith("lastwords run: ")
+        ]
+        assert sorted(map(int, re.findall(r"rank (\d) died \(SIGKILL\)", line))) == one["ranks"], line
+        for rank in range(3):
+            lines = map(json.loads, (folder / f"rank_{rank}.jsonl").read_text().splitlines())
+            dies = [(line["step"], line["what"]) for line in lines if line["kind"] == "dies"]
+            assert dies == [(one["step"], phases[one["phase"]])] * (rank in one["ranks"]), rank
+    for single, other, _ in (drills[:3], drills[3:]):
+        assert single["ranks"] != other["ranks"]
+        assert single["step"] != other["step"]
 
 
 def test_a_number_that_nobody_saves_is_named(tmp_path: Path) -> None:
