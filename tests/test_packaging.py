@@ -289,6 +289,17 @@ def test_a_script_that_takes_the_clones_package_is_noticed(installed: Path, tmp_
 
 
 EXTRAS = _pyproject()["project"]["optional-dependencies"]
+USED = {
+    "remote": "from lastwords.checkpoint.remote import store; store.Store(store.address_of('memory://bucket/job'))",
+    "s3": "from lastwords.checkpoint.remote import store; store.Store(store.address_of('s3://bucket/job'))",
+    "hf": "from lastwords.integrations import accelerate_data, hf, pins; accelerate_data.check(); "
+    "pins.check('transformers', hf.VERSIONS, hf.PINNED)",
+    "lightning": "from lastwords.integrations import lightning, pins; "
+    "pins.check('lightning', lightning.VERSIONS, lightning.PINNED)",
+    "page": "import lastwords.page.server",
+}
+"""Of extras, what a user of them comes to; what is installed has to be what an adaptor was made for."""
+
 NEEDED = """
 import importlib.metadata, re, sys, lastwords
 for name in sys.argv[1:]:
@@ -315,6 +326,7 @@ def test_the_wheel_installs_with_each_extra_in_a_new_environment(wheel: Path, tm
         [folder / "pip", "install", "-c", tmp_path / "constraints.txt", f"{wheel}[{extra}]"],
         [folder / "pip", "check"],
         [folder / "python", "-c", NEEDED, *needed],
+        [folder / "python", "-c", USED.get(extra, "")],
         [folder / "lastwords", "--help"],
         [folder / "lastwords", "serve" if extra == "page" else "run", "--help"],
     ):
