@@ -24,7 +24,7 @@
 #   make matrix    the full cross product of phase x victim x launcher x layout (long)
 #   make chaos     kills at random instants, every other run under lastwords run: make chaos N=50 SEED=1; MODE=kill or heal for one of them, storage, pause, stranger or jobs for other trouble, heal-controller kills the controller under lastwords run, too
 #   make zoo       recipes of training loops mixed at random, killed and compared: make zoo N=100 SEED=1, or CASE=...
-#   make zoo-drill recipes drawn at random under lastwords drill, compared with their frozen verdicts: make zoo-drill N=30 SEED=1, or CASE=RECIPE:PHASE
+#   make zoo-drill recipes drawn at random under lastwords drill, compared with their frozen verdicts: make zoo-drill N=30 SEED=1, or CASE=RECIPE:PHASE; without SEED, that of the last commit
 #   make verdicts  runs the zoo and freezes what comes of it in tests/zoo/verdicts.json: review the difference
 #   make mutants   one-line mutants of eleven files, and whether the nearest tests notice: make mutants SEED=1 N=25 WORKERS=2; without SEED, that of the last commit
 #   make bench     measures the budgets, beside the machine's own limits
@@ -162,6 +162,9 @@ chaos: $(READY)
 zoo: $(READY)
 	OMP_NUM_THREADS=1 LASTWORDS_ZOO_N=$(N) LASTWORDS_ZOO_SEED=$(SEED) LASTWORDS_ZOO_CASE='$(CASE)' $(BIN)/python -m pytest -n $(WORKERS) -m slow -k 'zoo and mixture' --timeout 7200 $(ARGS)
 
+# Without a seed of its own, each commit draws others.
+zoo-drill: SEED =
+zoo-drill: N = 30
 zoo-drill: $(READY)
 	OMP_NUM_THREADS=1 LASTWORDS_ZOO_N=$(N) LASTWORDS_ZOO_SEED=$(SEED) LASTWORDS_ZOO_CASE='$(CASE)' $(BIN)/python -m pytest -m slow tests/zoo/test_drilled.py --timeout 7200 $(ARGS)
 
