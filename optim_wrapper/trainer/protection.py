@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -189,12 +190,13 @@ class Protection:
         """End the threads and give everything back. The job's files in shared memory belong to the controller.
 
         Not the signals, once an incident ends this process: launchers send SIGTERM to the survivors while they
-        leave, and with its default handler that would cut off the one line, the exit code and `finally` blocks.
+        leave, and with its default handler that would cut off the one line, the exit code and `finally` blocks. A
+        notebook's kernel lives on after an exception, and has to hear its user's next interrupt.
         """
         if self.closed:
             return
         self._closed = True
-        if self._signals is not None and self.departure.verdict is None:
+        if self._signals is not None and (self.departure.verdict is None or hasattr(sys, "ps1")):
             self._signals.uninstall()
         if self._watch is not None:
             self._watch.leave()
