@@ -34,7 +34,8 @@ def main() -> None:
     parsed = parser.parse_args()
     transformers.set_seed(0)
     text = Path(transformers.trainer.__file__).read_bytes()[:60_000]
-    config = transformers.GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2)
+    sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     arguments = transformers.TrainingArguments(
         parsed.out,
         num_train_epochs=parsed.epochs,
@@ -51,6 +52,7 @@ def main() -> None:
         save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
+        ddp_find_unused_parameters=False,
         report_to="none",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),

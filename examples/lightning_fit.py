@@ -4,6 +4,7 @@ lastwords run --auto --standalone --nproc-per-node 2 examples/lightning_fit.py
 """
 
 import argparse
+import os
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +28,10 @@ class Classifier(pl.LightningModule):
     def validation_step(self, batch: list[torch.Tensor], number: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
 
+    def on_validation_epoch_end(self) -> None:
+        loss = self.trainer.callback_metrics.get("val_loss", float("nan"))
+        self.print(f"step {self.global_step}: val_loss {loss:.3f}", flush=True)
+
     def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(self.parameters(), 3e-3)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
@@ -36,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="lightning-out")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")))
     parsed = parser.parse_args()
     pl.seed_everything(0)
     points = torch.rand(1200, 16)

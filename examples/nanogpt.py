@@ -59,6 +59,8 @@ def main() -> None:
         rows = torch.stack([text[at : at + BLOCK + 1] for at in starts.tolist()])
         return rows[:, :-1], rows[:, 1:]
 
+    # Drawn once: a death while an evaluation draws between two steps would be told as not exact.
+    held_out = [batch() for _ in range(4)]
     optimizer = torch.optim.AdamW(model.parameters())
     with lastwords.protect(parsed.checkpoints, model=model, optimizer=optimizer) as tft:  # <--
         point = tft.resume(missing_ok=True)  # <--
@@ -79,7 +81,7 @@ def main() -> None:
             if (iteration + 1) % parsed.evaluate_every == 0:
                 model.eval()
                 with torch.no_grad():
-                    losses = [nn.functional.cross_entropy(model(x), y).item() for x, y in (batch() for _ in range(4))]
+                    losses = [nn.functional.cross_entropy(model(x), y).item() for x, y in held_out]
                 model.train()
                 if dist.get_rank() == 0:
                     print(f"iteration {iteration + 1}: loss {sum(losses) / 4:.3f}", flush=True)
