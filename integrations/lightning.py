@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -278,7 +279,9 @@ class LastWords(pl.Callback):
 
     def _epoch_resets(self) -> None:
         self._loops.epoch_begins()
-        self._plain["reset"]()
+        with warnings.catch_warnings():  # Lightning does not know that the loader goes on where it was
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            self._plain["reset"]()
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop

@@ -158,6 +158,7 @@ def test_a_trainer_is_healed_bit_for_bit(
     check_equal(tmp_path, undisturbed)
     assert {path.name for path in tmp_path.glob("died-*")} == {f"died-{death.replace(':', '-')}" for death in deaths}
     assert not is_told(said), said
+    assert "resumable" not in said, "Lightning warns of its loader"
 
 
 def test_a_trainer_whose_ranks_all_stop_after_an_update_goes_on_from_there(
