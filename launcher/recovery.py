@@ -132,6 +132,10 @@ def sentence(record: Mapping[str, Any], incident: Mapping[str, Any] | None) -> s
     >>> sentence({**record, "step": 20}, refused)
     'rank 2 died (SIGKILL): started again after 0.4 s, training again after 0.7 s; NOT SAVED (disk full): \
 STEPS 21 TO 31 ARE LOST, resumed after step 20'
+    >>> alone = {**record, "step": 20, "trained": True, "events": died}
+    >>> sentence(alone, {**refused, "reason": "no rank is left that could write", "events": []})
+    'rank 2 died (SIGKILL): started again after 0.4 s; NOT SAVED (no rank is left that could write): \
+STEPS AFTER 20 ARE LOST, resumed after step 20'
     """
     died_s = min(record["died_mono_s"], incident["known_mono_s"] if incident else record["died_mono_s"])
     moments = (("decided", "decided"), ("published", "saved"))
@@ -148,10 +152,11 @@ STEPS 21 TO 31 ARE LOST, resumed after step 20'
     who = who or (incident or {}).get("reason") or "the ranks have begun again"
     inexact, imports = _inexact(record["events"]), _imports(record["events"])
     saved = _saved(record["step"], incident, record.get("ended", 0), exact=not inexact)
-    if incident is None and record.get("trained") and "LOST" not in saved:
+    unsaved = incident is None or incident.get("outcome", SAVED) == NOT_SAVED
+    if unsaved and record.get("trained") and not _newest_ended(incident, record.get("ended", 0)):
         lost = f"STEPS AFTER {record['step']}" if record["step"] else "ALL STEPS"
         if dead.keys() >= {*_ranks(record["events"])}:
-            saved = f"NOT SAVED: {lost} ARE LOST, {saved}"
+            saved = f"{_not_saved(incident)}: {lost} ARE LOST, {saved}"
         elif not any(one["what"] == "left" for one in record["events"]):
             saved = f"{lost} MAY BE LOST, since no rank has said what it saved; {saved}"
     return f"{who}: {', '.join(found)}{imports}; {saved}{inexact}"
@@ -190,8 +195,12 @@ def _saved(step: int, incident: Mapping[str, Any] | None, ended: int, *, exact: 
             return f"step {step} was saved, and step {ended} is done again"
         return f"{'nothing lost, ' if exact else ''}step {step} was saved"
     lost = f"STEPS {step + 1} TO {ended} ARE LOST, " if ended > step else ""
-    why = "" if not lost else "NOT SAVED: " if incident is None else f"NOT SAVED ({incident['reason']}): "
+    why = f"{_not_saved(incident)}: " if lost else ""
     return f"{why}{lost}resumed after step {step}" if step else f"{why}{lost}began anew"
+
+
+def _not_saved(incident: Mapping[str, Any] | None) -> str:
+    return "NOT SAVED" if incident is None else f"NOT SAVED ({incident['reason']})"
 
 
 def _newest_ended(incident: Mapping[str, Any] | None, ended: int) -> int:
