@@ -199,6 +199,9 @@ READ_AT_IMPORT = (
 )
 """Beginnings of variables that libraries read as they are loaded, which they are before a script's first line."""
 
+SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
+"""When it compiles, and read then as well."""
+
 OF_PRELOADED = {"datasets": "HF_", "huggingface_hub": "HF_", "transformers": "TRANSFORMERS_"}
 """The same of modules that may have been preloaded."""
 
@@ -297,7 +300,7 @@ def _tell_apart(one: Fork) -> None:
 def _say_too_late(one: Fork, read: tuple[str, ...]) -> None:
     """Which variables of the environment the script has set in vain."""
     names = [name for name, value in os.environ.items() if one.environment.get(name) != value]
-    late = ", ".join(sorted(name for name in names if name.startswith(read)))
+    late = ", ".join(sorted(name for name in names if name.startswith(read) and name != SET_BY_TORCH))
     if late and os.environ.get("LOCAL_RANK", "0") == "0":
         _log.warning(
             "the script sets %s, which has no effect: what reads it is loaded before a rank begins; set it where "

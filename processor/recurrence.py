@@ -143,8 +143,10 @@ def about_to_change(found: Mapping[str, str]) -> list[str]:
 
     >>> about_to_change({"hyperparameters": "happens in every step", "requires_grad": "happens in every step"})
     ['hyperparameters, requires_grad may have been about to change; this happens in every step']
+    >>> about_to_change({"model.n, model.best": "may happen in any step", "model.n": "may happen in any step"})
+    ['model.n, model.best may have been about to change; this may happen in any step']
     """
-    by_why: dict[str, list[str]] = {}
-    for name, why in found.items():
-        by_why.setdefault(why, []).append(name)
+    by_why: dict[str, dict[str, None]] = {}
+    for names, why in found.items():
+        by_why.setdefault(why, {}).update(dict.fromkeys(names.split(", ")))
     return [f"{some(names)} may have been about to change; this {why}" for why, names in by_why.items()]

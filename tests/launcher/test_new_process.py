@@ -223,7 +223,14 @@ def test_settings_that_come_too_late_are_named_by_one_rank(forks: Forks, tmp_pat
 def test_settings_of_the_compiler_the_log_and_a_preloaded_hub_come_too_late_and_others_do_not(tmp_path: Path) -> None:
     (tmp_path / "datasets.py").touch()
     script = tmp_path / "train.py"
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "HF_HOME", "TRANSFORMERS_CACHE", "MY_SETTING")
+    names = (
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_LOGS",
+        "HF_HOME",
+        "TRANSFORMERS_CACHE",
+        "MY_SETTING",
+    )
     script.write_text(
         f"import os\nos.environ.update(dict.fromkeys({names}, 'x'))\n"
         "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', lacks='')"
