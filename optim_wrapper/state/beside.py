@@ -119,7 +119,9 @@ class Beside:
         }
 
     def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> _Everything:
-        roots = {f"{_SAVED}{number}": one for number, one in enumerate(extras.values())}
+        # An extra of lastwords' own stands for what it holds: a Trainer's callbacks, say.
+        known = [[*(own_of(one) or {}).values()] if _is_ours(type(one)) else one for one in extras.values()]
+        roots = {f"{_SAVED}{number}": one for number, one in enumerate(known)}
         return _Everything(walk, roots, saved, self._thread, self._begun_at)
 
 
@@ -292,7 +294,11 @@ def _has_state_dict(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, type) or not has(kind, "state_dict") or own_of(value) is None:
         return False
-    return not str(kind.__module__).startswith("lastwords")
+    return not _is_ours(kind)
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    return str(kind.__module__).startswith("lastwords")
 
 
 @functools.lru_cache(maxsize=1024)

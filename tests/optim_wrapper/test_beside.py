@@ -397,6 +397,45 @@ def test_what_the_script_has_set_to_the_same_again_is_not_missing() -> None:
     assert missed(steps=2, best=1.0, seen=(3, 2, 1)) == ["best", "mean", "seen", "steps"]
 
 
+class Adaptor:
+    """An extra of lastwords' own, which stands for the callbacks of a Trainer."""
+
+    __module__ = "lastwords.integrations.example"
+
+    def __init__(self, *held: Any) -> None:
+        self._held = held
+
+
+class Stateful:
+    """As of a library's class."""
+
+    tried = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tried": self.tried}
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Adaptor, []), (None, ["tried"])])
+def test_what_an_adaptors_extra_holds_is_saved_with_it(kind: Any, named: list[str]) -> None:
+    net, callback = nn.Linear(2, 2), Stateful()
+    extras = {} if kind is None else {"callbacks": kind(callback)}
+    watch = Attributes({"model": net}, lambda: dict(net.named_parameters()), apart=extras)
+
+    def loop() -> Iterator[int]:
+        held, rounds = callback, 0
+        while True:
+            yield rounds
+            rounds += 1
+            held.tried = rounds
+
+    steps = loop()
+    next(steps)
+    watch.begin()
+    in_frame(steps, watch.loop_begins)
+    next(steps)
+    assert [name.rpartition(".")[2] for name in in_frame(steps, watch.beside)] == [*named, "rounds"]
+
+
 def test_where_the_loop_cannot_be_looked_at_all_of_it_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lastwords.optim_wrapper.state.beside.SLOW_S", -1.0)
     counts = Counts(steps=3)
