@@ -330,7 +330,7 @@ class _Protected(trainer_callback.TrainerCallback):
         self._ended = 0 if point is None else point.global_step
         self._again = point is not None and not point.begun
         self._quiet = point is not None
-        self._epoch_stops = control.should_epoch_stop or control.should_training_stop
+        self._epoch_stops, self._training_stops = control.should_epoch_stop, control.should_training_stop
         self._evaluates_first, args.eval_on_start = args.eval_on_start, args.eval_on_start and point is None
         for one in trainer.callback_handler.callbacks:
             if isinstance(one, trainer_callback.ProgressCallback) and (bar := one.training_bar) is not None:
@@ -365,8 +365,9 @@ class _Protected(trainer_callback.TrainerCallback):
                 learning_rate=of_all.rate,
             )
 
+        trainer.control.should_epoch_stop = self._epoch_stops  # not as of an epoch that begins: checkpoints have it
         log_save_evaluate()
-        if state.epoch == int(state.epoch) or self._epoch_stops or self._data.at_end:
+        if state.epoch == int(state.epoch) or self._epoch_stops or self._training_stops or self._data.at_end:
             self._of_all.epoch_over = True
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
             log_save_evaluate()
