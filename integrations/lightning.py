@@ -276,6 +276,7 @@ class LastWords(pl.Callback):
         self._states()
         self._data.ahead = trainer.fit_loop._combined_loader.limits[0] == float("inf")
         self._data.stand_in(loaders[0])
+        self._data.over = self._again and self._data.at_end  # without a length, a first batch is fetched at once
 
     def _epoch_resets(self) -> None:
         self._loops.epoch_begins()
@@ -287,7 +288,9 @@ class LastWords(pl.Callback):
         trainer, fit = self._trainer, self._trainer.fit_loop
         self._plain["on_run_start"](data_fetcher)
         if fit.restarting:
-            fit.restarting = False  # what was saved is where its loops go on as they are
+            # What was saved is where its loops go on as they are. `fit.restarting = False` does nothing where steps
+            # are counted alone (max_steps): after an epoch's end all further epochs would be empty.
+            fit._restarting = fit.epoch_loop.restarting = False
             trainer.val_dataloaders  # noqa: B018  # made before they are asked for
             if fit.restarted_mid_epoch and trainer.progress_bar_callback is not None:  # nobody has told it
                 trainer.progress_bar_callback.on_train_epoch_start(trainer, trainer.lightning_module)

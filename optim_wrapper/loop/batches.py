@@ -100,6 +100,8 @@ class Batches:
         self._plain: type | None = None
         self.given_by: Any = None
         """What hands its batches on, one later: what the loop iterates over."""
+        self.over = False
+        """The next iterator is of an epoch that has ended, and gives nothing: its end alone is done again."""
         self._loop: Callable[[], RunLike] | None = None
         self._resumed: _At | None = None
         self._at = _At()
@@ -146,6 +148,9 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         if self._loop is None:
             return self._early(self._new_epoch())
+        if self.over:
+            self.over = False
+            return iter(())
         loop = self._loop()
         if self._resumed is not None:
             return self._rest(loop)

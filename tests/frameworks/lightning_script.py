@@ -47,7 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "overfits": {"overfit_batches": 4, "val_check_interval": 1.0},
     "timed": {"max_time": {"hours": 2}, "precision": "bf16-mixed"},
     "schedules": {"accumulate_grad_batches": 1},
-    "stream": {"limit_train_batches": 1.0, "max_epochs": None, "max_steps": 18},
+    "stream": {"limit_train_batches": 1.0},
+    "max steps": {"max_epochs": None, "max_steps": 18},
     "across": {"val_check_interval": 10, "check_val_every_n_epoch": None},
 }
 """Arguments of a Trainer, by a word of the case."""

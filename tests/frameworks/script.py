@@ -76,6 +76,8 @@ def break_it() -> None:
             return None if point is None else dataclasses.replace(point, begun=True)
 
         lastwords.TFTRegister.resume = resume_as_if_begun  # type: ignore[method-assign]
+    elif BROKEN == "end of the epoch":
+        Batches.over = property(lambda self: False, lambda self, over: None)  # type: ignore[assignment]
     elif BROKEN == "step_begin":
         from lastwords.optim_wrapper.trainer.run import ProtectedRun
 

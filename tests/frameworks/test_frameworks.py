@@ -67,7 +67,9 @@ CASES = {
         "averaging": ("1:4:fwd", "0:5:fwd"),
         "schedules csv": ("1:4:fwd", "0:14:fwd", "1:17:win"),
         "leaves epochs draws": ("1:2:fwd", "0:4:fwd", "1:6:evaluating", "0:8:win"),
-        "stream": ("1:4:fwd", "0:11:win"),
+        "stream max steps": ("1:4:fwd", "0:11:win"),
+        "stream draws": ("0:6:evaluating", "1:12:epoch", "0:13:fwd"),
+        "max steps": ("0:6:evaluating", "1:12:epoch"),
         "one cycle hook draws": ("1:4:fwd", "0:6:evaluating", "1:11:win"),
         "one cycle hook draws workers": ("1:4:fwd", "0:9:fwd"),
         "rich nested metrics early": ("1:4:fwd", "0:11:fwd"),
@@ -247,6 +249,7 @@ def test_two_of_three_ranks_that_die_at_once_are_healed_together(
         ("lightning", "draws", "what was cut off", "1:6:evaluating"),
         ("lightning", "draws workers by epoch", "streams of the epoch", "1:4:fwd"),
         ("lightning", "one cycle hook draws", "step_begin", "1:4:fwd"),
+        ("lightning", "stream draws", "end of the epoch", "1:12:epoch"),
     ],
 )
 def test_an_adaptor_that_lacks_a_part_differs(

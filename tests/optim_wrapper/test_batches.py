@@ -220,6 +220,34 @@ def test_after_an_epoch_that_the_loop_leaves_early_comes_the_next_one_if_it_says
     assert loop.reasons == []
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_of_an_epoch_that_is_over_nothing_is_fetched_or_drawn_before_the_next_one(over: bool) -> None:
+    """By a loop that fetches as soon as an iterator is made, in an epoch whose end it only does again."""
+
+    def epoch(batches: Batches) -> list[Any]:
+        return [(batch, float(torch.rand(1))) for batch in ahead(batches)]
+
+    torch.manual_seed(1)
+    batches = Batches(streamed(), ahead=True)
+    batches.join(Loop)
+    epoch(batches)
+    saved, at = batches.state_dict(), streams()
+    torch.rand(2)  # a validation
+    following = [epoch(batches), epoch(batches)]
+    torch.manual_seed(9)
+    loop = Loop(at)
+    again = Batches(streamed(), ahead=True)
+    again.load_state_dict(saved)
+    again.join(loop.myself)
+    again.over = over
+    assert (next(iter(again), None) is None) is over
+    assert again.at_end is over
+    loop.begin_step()
+    torch.rand(2)
+    assert ([epoch(again), epoch(again)] == following) is over
+    assert loop.reasons == []
+
+
 def test_without_the_streams_of_its_fetch_the_batch_in_hand_is_another_one() -> None:
     whole, kept, _ = train(shuffled, True, at=4)
 
