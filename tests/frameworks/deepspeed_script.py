@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import deepspeed
@@ -77,7 +78,9 @@ def main() -> None:
                         scheduler.state_dict(),
                     )
     final(net.state_dict())
-    torch.distributed.destroy_process_group()  # else torch may abort as the interpreter ends
+    torch.distributed.destroy_process_group()
+    if tft is None:
+        os._exit(0)  # torch alone aborts now and then as the interpreter ends
 
 
 if __name__ == "__main__":
