@@ -51,6 +51,8 @@ _METRICS = {"pbar": "_progress_bar_metrics", "log": "_logged_metrics", "callback
 _WHEN_RESET = ("_first_loop_iter", "_current_fx")
 """Where averages begin anew."""
 
+_SAVED = ("_last_checkpoint_saved", "_last_global_step_saved", "_defer_save_until_validation")
+"""Of a ModelCheckpoint, and not in its state: whether the step, or anything, has been saved already, or is due."""
 
 _REBUILDS = ("StochasticWeightAveraging", "ModelPruning", "BatchSizeFinder", "LearningRateFinder")
 """Callbacks that put other schedulers, parameters or loaders in place while a Trainer trains, or before."""
@@ -106,6 +108,9 @@ class _Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         found = {one.state_key: one.state_dict() for one in self._callbacks}
+        for one in self._callbacks:
+            if isinstance(one, pl.callbacks.ModelCheckpoint):
+                found[one.state_key] |= {name: getattr(one, name) for name in _SAVED}
         return {key: state for key, state in found.items() if state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -117,7 +122,7 @@ class _Callbacks:
                     os.makedirs(one.dirpath, exist_ok=True)
                 one.load_state_dict(state)
                 now = one.state_dict()
-                for name in state.keys() & vars(one).keys():  # ModelCheckpoint leaves its newest score out
+                for name in state.keys() & vars(one).keys():  # ModelCheckpoint leaves its newest score out, and _SAVED
                     if now.get(name) is None and state[name] is not None:
                         vars(one)[name] = state[name]
 
@@ -280,9 +285,12 @@ class LastWords(pl.Callback):
 
     def _epoch_resets(self) -> None:
         self._loops.epoch_begins()
+        epoch = self._trainer.fit_loop.epoch_loop
+        stepped = epoch._batches_that_stepped
         with warnings.catch_warnings():  # Lightning does not know that the loader goes on where it was
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             self._plain["reset"]()
+        epoch._batches_that_stepped = stepped  # of Lightning's own checkpoints it is one short
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop
