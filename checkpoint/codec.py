@@ -24,7 +24,11 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 """A size, a place, a step: what may be negative is nowhere in a file."""
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 """A place in a list that is made as long as the largest one says."""
-Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
+_NAMED_END: Final = 10**18
+"""Names on disk have numbers of at most 18 digits (`layout`), and so has whoever takes a glance (`Claimed`)."""
+Named = Annotated[int, msgspec.Meta(ge=0, lt=_NAMED_END)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=_NAMED_END)]
+"""A step or another number from 1, which names have."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """The form of every xxh3_64 here."""
 
@@ -47,12 +51,15 @@ def typed(value: Any, kind: type[T], path: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise FormatError(_told(value, kind, str(error), path)) from None
-    except UnicodeError:  # half of a surrogate pair, which JSON can say and no UTF-8: the complaint cannot be worded
+    except (UnicodeError, AttributeError) as error:
+        # Half of a surrogate pair, which JSON can say and no UTF-8: the complaint cannot be worded. And where a mapping
+        # belongs, a range or a number of numpy's is asked for its keys.
         if is_dataclass(kind) and isinstance(value, dict):
             kinds = get_type_hints(kind, include_extras=True)
             for name in kinds.keys() & value.keys():
                 typed(value[name], kinds[name], f"{path}.{name}")
-        raise FormatError(f"{path.removeprefix('.') or 'it'}: holds text that is no Unicode") from None
+        what = "text that is no Unicode" if isinstance(error, UnicodeError) else "a value that does not belong there"
+        raise FormatError(f"{path.removeprefix('.') or 'it'}: holds {what}") from None
 
 
 def prepare(*kinds: type[Any]) -> None:
@@ -136,6 +143,6 @@ def _message(value: Any, kind: Any) -> str:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         return str(error)
-    except UnicodeError:
-        return "no Unicode"
+    except (UnicodeError, AttributeError):
+        return "no JSON"
     return ""

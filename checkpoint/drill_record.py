@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint.appearing import write_file
-from lastwords.checkpoint.codec import Number, Positive, typed
+from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.layout import DRILL_NAME
+from lastwords.checkpoint.meta import WorldSize
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole
 from lastwords.errors import FormatError, StorageError
 
@@ -54,7 +55,7 @@ class Drilled:
     arguments_sha256: str
     torch: str
     lastwords: str
-    world_size: Positive
+    world_size: WorldSize
     steps: Number
     bitwise: bool
     reproducible: bool = True

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.codec import Number, Positive, brief, typed
+from lastwords.checkpoint.codec import Named, Number, Positive, brief, typed
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import (
     claimed_lines,
@@ -41,7 +41,7 @@ from lastwords.checkpoint.entries import (
     unpacked,
 )
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.meta import MANIFEST_FORMAT, RunFacts
+from lastwords.checkpoint.meta import MANIFEST_FORMAT, RunFacts, WorldSize
 from lastwords.checkpoint.part import (
     Heads,
     Lazy,
@@ -95,13 +95,13 @@ class Manifest:
 
     job: str
     parent_job: str
-    generation: Number
-    incident: Number
-    attempt: Number
+    generation: Named
+    incident: Named
+    attempt: Named
     global_step: Positive
     epoch: Number
     step: Positive
-    world_size: Positive
+    world_size: WorldSize
     reason: str
     cause_ranks: tuple[Number, ...]
     published_unix_ns: Number
@@ -263,7 +263,7 @@ _CLAIMED = {
     "job": re.compile(rb'"([^"]{0,64})"'),
     "generation": re.compile(rb"([0-9]{1,18})"),
     "global_step": re.compile(rb"([0-9]{1,18})"),
-    "published_unix_ns": re.compile(rb"([0-9]{1,20})"),
+    "published_unix_ns": re.compile(rb"([0-9]{1,19})"),
     "incident": re.compile(rb"([0-9]{1,18})"),
     "attempt": re.compile(rb"([0-9]{1,18})"),
     "exact": re.compile(rb"(true|false)"),
@@ -278,11 +278,11 @@ class Claimed:
     """
 
     job: str = ""
-    generation: Number = 0
+    generation: Named = 0
     global_step: Positive = 0
     published_unix_ns: Number = 0
-    incident: Number = 0
-    attempt: Number = 0
+    incident: Named = 0
+    attempt: Named = 0
     exact: bool = False
 
     @property
@@ -393,12 +393,16 @@ def build_manifest(
     heads = [PartHead.of(part) if isinstance(part, RankPart) else part for part in parts]
     units = {unit: entry for part in heads for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in heads for rank, entry in part.locals.items()}
-    reasons: list[Reason] = []
+    lost: dict[str, list[int]] = {}
     for rank in range(incident.world_size):
+        if rank not in locals_:
+            lost.setdefault(incident.lost_locals.get(rank, "it was not written"), []).append(rank)
+    of_first = {ranks[0]: Reason(why, Cause.LOCAL_STATE_LOST, tuple(ranks)) for why, ranks in lost.items()}
+    reasons: list[Reason] = []
+    for rank in sorted({*locals_, *of_first}):
         local = locals_.get(rank)
         if local is None:
-            why = incident.lost_locals.get(rank, "it was not written")
-            reasons.append(Reason(why, Cause.LOCAL_STATE_LOST, (rank,)))
+            reasons.append(of_first[rank])
         elif not local.exact:
             reasons += [reason.of_rank(rank) for reason in local.reasons or (Reason("no reason given"),)]
     for rank, why in incident.doubts.items():

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from msgspec import Meta
 
-from lastwords.checkpoint.codec import Index, Number, Positive, T, typed
+from lastwords.checkpoint.codec import Index, Number, T, typed
 from lastwords.checkpoint.storable import unpack
 from lastwords.errors import FormatError
+from lastwords.vocabulary import RANKS_MAX
 
 # Versions of everything that is written into files, and that a later reader may meet. See docs/format.md.
 
@@ -48,7 +49,8 @@ IDENTITY_FORMAT: Final = 1
 Tree = dict[str, Any]
 """A value in which tensors are named: see `entries.node_of`."""
 
-Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Rank = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
+WorldSize = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 Holders = Annotated[Sequence[Rank], Meta(min_length=1)]
 
 
@@ -362,7 +364,7 @@ class FileContent:
 
     format: Number
     rank: Number
-    world_size: Number | None = None
+    world_size: WorldSize | None = None
     global_step: Number
     epoch: Number
     step: Number
@@ -419,7 +421,7 @@ def differences(saved: T, here: T) -> dict[str, str]:
 class Moved:
     """What a transformation was of, and to: ranks of its destination, and sums of source's manifest and of strategy."""
 
-    world_size: Positive
+    world_size: WorldSize
     manifest: str = ""
     strategy: str = ""
 
@@ -507,7 +509,7 @@ class LoopFacts:
     inputs: Inputs | None = None
     draws: Drawn = field(default_factory=Drawn)
     carried: EpochBegun | None = None
-    world_size: Number | None = None
+    world_size: WorldSize | None = None
 
     def begun(self, epoch: int) -> EpochBegun | None:
         """Where the run had begun in `epoch`; None: at the epoch's start."""

@@ -12,10 +12,11 @@ import base64
 import datetime
 import json
 import math
+import re
 import struct
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -32,6 +33,8 @@ _DEPTH_MAX = 8 * DEPTH_MAX
 in a black box is packed once more, where such a level is 5: at most 3 + 5 of Python's calls, far below its 1000."""
 _INT_BITS_MAX = 8192
 """Far above any RNG state, far below Python's limit for reading digits (4300 of them, 14 000 bits)."""
+
+_DTYPE = re.compile(r"[<>|][A-Za-z][0-9]{1,10}(\[[0-9]{0,10}[A-Za-z]{1,2}\])?", re.ASCII)
 
 STORABLE = (
     "None, numbers (Python's and numpy's), text, bytes, ranges, dates and times, paths, tensors, arrays, and lists, "
@@ -74,14 +77,24 @@ def _must_be(kind: type[Any], content: Any) -> Any:
     return content
 
 
+def numpy_dtype(text: Any, kinds: Collection[str]) -> np.dtype[Any]:
+    """The element type of one of these kinds that has `text` for its `str`; TypeError, ValueError for any other text.
+
+    numpy would read structures too, and what looks like one as Python: a SyntaxError, or a type that nobody has saved.
+    """
+    if not _DTYPE.fullmatch(text):
+        raise ValueError(text)
+    dtype: np.dtype[Any] = np.dtype(text)
+    if dtype.kind not in kinds or dtype.str != text:
+        raise ValueError(text)
+    return dtype
+
+
 def _numpy_scalar(encoded: Any) -> Any:
     kind, content = encoded
     if kind in ("str", "bytes"):
         return np.str_(_must_be(str, content)) if kind == "str" else np.bytes_(_must_be(bytes, content))
-    dtype = np.dtype(str(kind))
-    if dtype.kind not in NUMPY_KINDS:
-        raise TypeError(kind)
-    [scalar] = np.frombuffer(_must_be(bytes, content), dtype)
+    [scalar] = np.frombuffer(_must_be(bytes, content), numpy_dtype(kind, NUMPY_KINDS))
     return scalar
 
 

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lastwords.checkpoint import load
-from lastwords.checkpoint.reshard.strategy import WORLD_SIZE_MAX
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import ExitCode, print_json, say
 from lastwords.errors import ConfigError
 from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.transform import TransformOutcome, prepared, transform
+from lastwords.vocabulary import RANKS_MAX
 
 WHOLE = "whole"
 _LISTED_MAX = 16
@@ -125,8 +125,8 @@ def ranks_of(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"{text!r} is not a list of ranks; write numbers and ranges, such as 0,2,4-7")
         low, high = int(first), int(last) if dash else int(first)
-        if high >= WORLD_SIZE_MAX:
-            raise ConfigError(f"{part.strip()!r} is not a range of ranks: the highest rank is {WORLD_SIZE_MAX - 1}")
+        if high >= RANKS_MAX:
+            raise ConfigError(f"{part.strip()!r} is not a range of ranks: the highest rank is {RANKS_MAX - 1}")
         if high < low:
             raise ConfigError(f"{part.strip()!r} is not a range of ranks; write the smaller number first, such as 4-7")
         found.update(range(low, high + 1))

@@ -280,15 +280,10 @@ def _apart(label: str, unit: SavedUnit, clashes: Collection[str]) -> SavedUnit:
 
 def _local_specs(manifest: Manifest, units: Mapping[str, SavedUnit]) -> dict[str, TensorSpec]:
     """What ranks of these units save for themselves, lowest first: small buffers are in no unit."""
-    everyone = range(manifest.world_size)
-    ranks = {
-        rank
-        for name, unit in units.items()
-        if name != UNIT_REPLICATED or len(units) == 1
-        for rank in unit.meta.holders or everyone
-    }
-    if not ranks or manifest.moved:  # then the units' holders are not the ranks that saved local state
-        ranks = set(everyone)
+    among = [unit.meta.holders for name, unit in units.items() if name != UNIT_REPLICATED or len(units) == 1]
+    ranks: Collection[int] = range(manifest.world_size)
+    if among and None not in among and not manifest.moved:  # else their holders are not those that saved local state
+        ranks = {rank for holders in among if holders for rank in holders}
     found = (spec for rank, entry in sorted(manifest.locals.items()) if rank in ranks for spec in entry.tensors)
     return {spec.name: spec for spec in found}
 

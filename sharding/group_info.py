@@ -26,7 +26,7 @@ from lastwords.errors import ConfigError, GroupInfoError, NotTextError
 from lastwords.sharding.agree import WorldLike
 from lastwords.sharding.describe import group_of
 from lastwords.sharding.pieces import UnitTable
-from lastwords.vocabulary import UNIT_REPLICATED
+from lastwords.vocabulary import RANKS_MAX, UNIT_REPLICATED
 
 VARIABLE = "GROUP_INFO_FILE"
 FORMAT = 1
@@ -151,6 +151,8 @@ def read_group_info(path: Path) -> GroupInfo:
 
 
 def _contradiction(info: GroupInfo, units: int) -> str | None:
+    if info.world_size > RANKS_MAX:
+        return f"its world has {info.world_size} ranks, more than any job"
     for what, ranks in (("its group", info.group), *((f"unit {name!r}", ranks) for name, ranks in info.units.items())):
         if list(ranks) != sorted(set(ranks)) or info.rank not in ranks:
             return f"{what} is {list(ranks)}, not an ascending list with rank {info.rank} in it"

@@ -37,7 +37,7 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
 from lastwords.checkpoint.load import Stamp, stamp_of
 from lastwords.checkpoint.manifest import Manifest, read_published
-from lastwords.checkpoint.meta import STRATEGY_FORMAT, Rank
+from lastwords.checkpoint.meta import STRATEGY_FORMAT, Rank, WorldSize
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole, storage_errors, where_it_leads
 from lastwords.errors import (
     ConfigError,
@@ -51,13 +51,9 @@ from lastwords.errors import (
     some,
 )
 
-WORLD_SIZE_MAX = 1 << 20
-"""Ranks that a job can have, and the end of what a strategy file is believed."""
-
 REMEDY = "save the strategy again with the job that it describes (save_strategy)"
 """What to do about a strategy that is damaged, or that fits no job."""
 
-_WorldSize = Annotated[int, Meta(ge=1, le=WORLD_SIZE_MAX)]
 _SHOWN_MAX = 8
 
 
@@ -180,7 +176,7 @@ class Strategy:
             alike: dict[str, Cut] = {}
             tensors: dict[str, Cut] = {}
             with told(where, REMEDY):
-                world_size = typed(content["world_size"], _WorldSize, "world_size")
+                world_size = typed(content["world_size"], WorldSize, "world_size")
                 for name, said, value in items_of(raw, "tensors"):
                     if said not in alike:
                         alike[said] = _cut(f"tensors[{name!r}]", value)
@@ -224,9 +220,8 @@ def _cut(path: str, value: Any) -> Cut:
 
 def strategy_of(manifest: Manifest) -> Strategy:
     """The strategy that a checkpoint was written under. FormatError where units contradict each other."""
-    cuts: dict[str, tuple[TensorSpec, dict[Box, set[int]]]] = {}
+    cuts: dict[str, tuple[TensorSpec, dict[Box, list[str]]]] = {}
     for unit, entry in manifest.units.items():
-        holders = tuple(entry.meta.holders or range(manifest.holders_world_size))
         own = {spec.name: spec for spec in entry.tensors}
         for spec in entry.tensors:
             parsed = parse_tensor_name(spec.name)
@@ -237,14 +232,27 @@ def strategy_of(manifest: Manifest) -> Strategy:
                 # Where a parameter's part is a plain tensor, so is its moment, and only the parameter knows the place.
                 spec = TensorSpec(spec.name, spec.dtype, spec.shape, parameter.global_shape, parameter.offsets)
             name = f"{parsed.kind}/{parsed.fqn}" + (f"/{parsed.key}" if parsed.key else "")
-            first, boxes = cuts.setdefault(name, (spec, {}))
+            first, places = cuts.setdefault(name, (spec, {}))
             if (spec.dtype, spec.global_shape) != (first.dtype, first.global_shape):
                 raise FormatError(
                     f"{name} is {first.dtype} {first.global_shape} in one unit and {spec.dtype} {spec.global_shape} in "
                     f"unit {unit}: two different tensors with one name have no common strategy"
                 )
-            boxes.setdefault(Box(spec.offsets, spec.shape), set()).update(holders)
-    tensors = {name: Cut(spec.dtype, spec.global_shape, _held(boxes)) for name, (spec, boxes) in cuts.items()}
+            places.setdefault(Box(spec.offsets, spec.shape), []).append(unit)
+    everyone = tuple(range(manifest.holders_world_size))
+
+    @functools.cache
+    def ranks_of(units: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(sorted({rank for unit in units for rank in manifest.units[unit].meta.holders or everyone}))
+
+    @functools.cache  # one of all tensors that are cut alike: a job may have very many ranks
+    def cut_of(dtype: str, shape: tuple[int, ...], boxes: tuple[tuple[Box, tuple[str, ...]], ...]) -> Cut:
+        return Cut(dtype, shape, tuple(Held(box, ranks_of(units)) for box, units in boxes))
+
+    tensors = {}
+    for name, (spec, places) in cuts.items():
+        boxes = tuple((box, tuple(units)) for box, units in sorted(places.items()))
+        tensors[name] = cut_of(spec.dtype, spec.global_shape, boxes)
     return Strategy(manifest.holders_world_size, tensors)
 
 

@@ -28,6 +28,7 @@ from lastwords.checkpoint.storable import (
     NUMPY_KINDS,
     is_factory,
     loses_order,
+    numpy_dtype,
     pack,
     refuse_unstorable,
     unstorable,
@@ -372,9 +373,9 @@ def _of_array(array: np.ndarray[Any, Any]) -> tuple[Any, Sequence[Any]] | None:
 
 def _array(about: Any, inside: Sequence[Any]) -> np.ndarray[Any, Any]:
     text, shape, order = about
-    dtype = np.dtype(str(text))
-    if dtype.kind not in _ARRAY_KINDS or order not in ("C", "F"):
-        raise ValueError(text, order)
+    dtype = numpy_dtype(text, _ARRAY_KINDS)
+    if order not in ("C", "F"):
+        raise ValueError(order)
     [elements] = inside
     memory = elements.detach().cpu().contiguous().numpy()
     if not dtype.itemsize or not math.prod(shape):

@@ -27,7 +27,7 @@ from lastwords import vocabulary
 from lastwords._pb import lastwords_pb2 as pb
 from lastwords.errors import ProtocolError
 from lastwords.state import ControllerState, OpenIncident, RankState
-from lastwords.vocabulary import Order, Phase, ProcessId, Report, Schedule, Stand
+from lastwords.vocabulary import RANKS_MAX, Order, Phase, ProcessId, Report, Schedule, Stand
 
 PROTOCOL_VERSION = 1
 TOKEN_KEY = "lastwords-token"
@@ -37,7 +37,6 @@ SESSION_METHOD = f"/{pb.DESCRIPTOR.package}.Controller/Session"
 STATE_METHOD = f"/{pb.DESCRIPTOR.package}.Controller/State"
 
 REPORTS_PER_MESSAGE_MAX = 256
-RANKS_MAX = 1 << 20
 UNITS_MAX = 1 << 16
 TEXT_CHARS_MAX = 16 * 1024
 """Longer free text is clipped by the sender. A traceback is 1-8 KiB."""

@@ -28,6 +28,9 @@ RAISED_TEXT_CHARS_MAX = 200
 PERIODIC: Final = 0
 """In place of an incident's number, which is 1 or more: a periodic checkpoint belongs to no incident."""
 
+RANKS_MAX: Final = 1 << 20
+"""Ranks that a job can have, and the end of what a message or a file is believed: some work is done for each."""
+
 UNIT_REPLICATED = "replicated"
 """Name of the one unit of a pure data-parallel job."""
 

@@ -18,10 +18,20 @@ from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import decode_document, encode_document
 from lastwords.checkpoint.entries import Cause, FileEntry, LocalEntry, Reason, UnitEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
-from lastwords.checkpoint.manifest import CheckpointKind, Claimed, Manifest, contradiction, glance, read_manifest
+from lastwords.checkpoint.manifest import (
+    CheckpointKind,
+    Claimed,
+    Manifest,
+    build_manifest,
+    contradiction,
+    glance,
+    read_manifest,
+    read_published,
+)
 from lastwords.checkpoint.part import RankPart, read_part
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import FormatError, IncompleteError
+from lastwords.vocabulary import RANKS_MAX
 from tests import golden
 from tests.checkpoint.states import Job
 from tests.checkpoint.test_storable import VALUES, same
@@ -371,3 +381,80 @@ def test_half_a_surrogate_pair_where_a_number_belongs_is_damage(tmp_path: Path) 
     with golden.raises(FormatError):
         read_manifest(path.parent)
     assert load.latest(tmp_path) == layout.checkpoint_dir(tmp_path, 36)
+
+
+FORGED = {
+    "a structure": {"~numpy": ["(1,", {"~bytes": "AAAA"}]},
+    "a range": {"~range": [0, 9, 1]},
+    "a number": {"~numpy": ["<f4", {"~bytes": "AAAAAA=="}]},
+}
+
+
+@pytest.mark.parametrize("value", FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("facts", "facts ddp", "facts moved", "facts buckets"),
+        *("units a meta", "units a meta parameters", "units a meta extras", "locals 0 meta", "locals 0 meta slot"),
+    ],
+)
+def test_a_forged_value_where_a_mapping_belongs_is_damage_and_the_one_before_is_taken(
+    tmp_path: Path, way: str, value: Any
+) -> None:
+    Job().save(tmp_path, 36)
+    path = Job(attempt=2).save(tmp_path, 37) / layout.MANIFEST_NAME
+    content = json.loads(path.read_bytes())
+    del content["checksum"]
+    *keys, last = way.split()
+    functools.reduce(dict.__getitem__, keys, content)[last] = value
+    path.write_bytes(encode_document(content))
+    with pytest.raises(FormatError) as caught:
+        read_published(path.parent)
+    assert str(path) in str(caught.value)
+    assert load.latest(tmp_path) == layout.checkpoint_dir(tmp_path, 36)
+    assert [found.status.name for found in load.scan(tmp_path)] == ["COMPLETE", "DAMAGED"]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_world_that_no_job_has_is_refused(moved: bool) -> None:
+    def raw(world_size: int) -> bytes:
+        facts = {"moved": {"world_size": world_size}} if moved else {}
+        return manifest_with(world_size=3 if moved else world_size, facts=facts).encode()
+
+    assert Manifest.decode(raw(RANKS_MAX), WHERE).holders_world_size == RANKS_MAX
+    with pytest.raises(FormatError, match="world_size"):
+        _ = Manifest.decode(raw(RANKS_MAX + 1), WHERE).holders_world_size
+
+
+def test_very_many_ranks_without_local_state_are_one_reason_that_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Reason] = []
+
+    def reason(*arguments: Any, **named: Any) -> Reason:
+        made.append(Reason(*arguments, **named))
+        return made[-1]
+
+    parts = [read_part(path, REAL_OS) for path in sorted(Job().write(tmp_path, 37).iterdir())]
+    monkeypatch.setattr("lastwords.checkpoint.manifest.Reason", reason)
+    incident = replace(Job().facts(37), world_size=5000, lost_locals={9: "it died"})
+    built = build_manifest(incident, parts, published_unix_ns=1)
+    assert [(one.detail, one.ranks) for one in built.reasons] == [
+        ("it was not written", (*range(2, 9), *range(10, 5000))),
+        ("it died", (9,)),
+    ]
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["generation", "incident", "attempt", "global_step"])
+def test_a_number_that_a_glance_takes_for_another_is_refused(tmp_path: Path, name: str) -> None:
+    for number in (10**18 - 1, 10**18):
+        raw = manifest_with(**{name: number}).encode()
+        (tmp_path / layout.MANIFEST_NAME).write_bytes(raw)
+        seen = getattr(Claimed.read(tmp_path), name)
+        if number < 10**18:
+            assert seen == getattr(Manifest.decode(raw, WHERE), name) == number
+        else:
+            assert seen == 0, "negative control"
+            with golden.raises(FormatError):
+                Manifest.decode(raw, WHERE)

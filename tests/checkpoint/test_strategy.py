@@ -25,9 +25,11 @@ from lastwords.checkpoint.reshard.strategy import (
     strategy_of,
 )
 from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
+from lastwords.vocabulary import RANKS_MAX
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.simulated_disk import SimulatedOs
+from tests.checkpoint.states import Job
 
 
 def rows(world: int, length: int = 12, copies: int = 1) -> Strategy:
@@ -238,6 +240,15 @@ def test_a_checkpoint_has_its_own_strategy_and_a_moment_lies_where_its_parameter
     strategy.check()
     assert load_strategy(path) == strategy
     assert rank_list_for_transform(0, str(path)) == [0, 1]
+
+
+def test_tensors_that_are_cut_alike_share_their_list_of_ranks(tmp_path: Path) -> None:
+    path = Job().save(tmp_path, 37)
+    strategy = strategy_of(replace(open_checkpoint(path).manifest, world_size=RANKS_MAX))
+    weight, moment = strategy.tensors["model/fc.weight"], strategy.tensors["optim/fc.weight/exp_avg"]
+    assert len(weight.held[0].ranks) == RANKS_MAX
+    assert weight is moment
+    assert weight.held[0].ranks is strategy.tensors["buffer/mask"].held[0].ranks
 
 
 def test_stages_of_different_worlds_and_files_that_overlap_are_refused_by_name(tmp_path: Path) -> None:

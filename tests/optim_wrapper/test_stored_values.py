@@ -254,7 +254,7 @@ def test_a_snapshot_of_every_kind_is_a_copy() -> None:
 @pytest.mark.parametrize("forged", [
     ["ndarray", ["O", [1], "C"], [{"plain": 1}]], ["generator", "cpu", []], ["dtype", "load", []], ["size", "x", []],
     ["class", "os.system", []], ["sparse_coo", [[2], False], [{"plain": 1}, {"plain": 1}]], ["deque", "x", []],
-    ["defaultdict", "eval", [{"plain": {}}]], ["device", "moon", []],
+    ["defaultdict", "eval", [{"plain": {}}]], ["device", "moon", []], ["ndarray", ["(1,", [1], "C"], [{"plain": 1}]],
 ])  # fmt: skip
 def test_a_forged_object_is_a_format_error(forged: list[Any]) -> None:
     with pytest.raises(FormatError):

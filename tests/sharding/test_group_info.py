@@ -206,6 +206,7 @@ def test_a_missing_file_is_a_value_error_that_says_where_it_comes_from(tmp_path:
         encoded(group=[1, 1, 3]),
         encoded(group=[0, 3]),
         encoded(world_size=3),
+        encoded(world_size=1 << 31),
         encoded(group=[1]),
         encoded(units=[]),
         encoded(units=[{"name": "a", "holders": [3]}]),
