@@ -12,7 +12,8 @@ Everything on a disk that somebody else may read goes this way; `publish` adds w
 The order is the same everywhere: the content is durable, then the name is given, then the name is durable. A crash
 leaves the hidden name at most. A random part makes hidden names unique where several writers may be at work (a process
 id would not do: two hosts that share the file system may give one twice); where a lock lets in one at a time, the
-hidden name is fixed, so that the next one finds and removes what a killed process has left.
+hidden name is fixed, so that the next one finds and removes what a killed process has left. So it does where a file is
+written again and again.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os as posix
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from lastwords.checkpoint.layout import CheckpointName
 from lastwords.checkpoint.lock_file import LockFile
+from lastwords.checkpoint.manifest import Claimed
 from lastwords.checkpoint.part import write_document
 from lastwords.checkpoint.system import (
     REAL_OS,
@@ -36,17 +40,32 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
     sync_file,
+    where_it_leads,
 )
 from lastwords.errors import BusyError, ConfigError, StorageError
 
 TEMPORARY = ".tmp-"
 """How every hidden name begins."""
 
+_RANDOM = re.compile(r"[0-9a-f]{8}")
+
 
 def refuse_existing(target: Path, os: Os = REAL_OS) -> None:
-    """ConfigError if there is anything at `target`."""
+    """ConfigError if there is anything at `target`, or if it would lie in a checkpoint."""
     if os.exists(target):
         raise ConfigError(f"{target} exists already and is left as it is; choose another name, or remove it first")
+    refuse_checkpoint(target.parent, os)
+
+
+def refuse_checkpoint(directory: Path, os: Os = REAL_OS) -> None:
+    """ConfigError if it is a checkpoint or lies in one: what is foreign there keeps it from ever being removed.
+
+    StorageError where that cannot be seen.
+    """
+    place = where_it_leads(directory)
+    for one in (place, *place.parents):
+        if CheckpointName.parse(one.name) is not None or Claimed.read(one, os) != Claimed():
+            raise ConfigError(f"{one} is a checkpoint; give the directory that holds it: {one.parent}")
 
 
 def give_name(hidden: Path, target: Path, os: Os = REAL_OS, *, replace: bool = False) -> None:
@@ -73,16 +92,36 @@ def sync_name(target: Path, os: Os) -> None:
 
 
 def write_file(target: Path, raw: bytes, os: Os = REAL_OS, *, replace: bool = False) -> None:
-    """Writes a small file. Its directory has to exist. StorageError as `give_name`; then nothing is left behind."""
+    """Writes a small file. Its directory has to exist. StorageError as `give_name`; then nothing is left behind.
+
+    replace: it is written again and again, so what killed writers have left goes. The hidden file is its writer's lock
+    then; whoever takes that of another one removes it by giving the lock back.
+    """
     target = target.absolute()
-    hidden = target.with_name(f"{TEMPORARY}{target.name}-{secrets.token_hex(4)}")
-    try:
-        write_document(hidden, raw, os)
-        give_name(hidden, target, os, replace=replace)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(hidden)
-        raise
+    begins = f"{TEMPORARY}{target.name}-"
+    if replace:
+        _sweep(target.parent, begins, os)
+    while True:
+        hidden = target.with_name(f"{begins}{secrets.token_hex(4)}")
+        try:
+            with LockFile(hidden, os).held() if replace else contextlib.nullcontext(True) as mine:
+                if mine:  # else another writer has just taken it for that of a killed one
+                    write_document(hidden, raw, os, made=replace)
+                    give_name(hidden, target, os, replace=replace)
+                    return
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(hidden)
+            raise
+
+
+def _sweep(directory: Path, begins: str, os: Os) -> None:
+    with storage_errors("listing", directory):
+        names = os.listdir(directory)
+    for name in names:
+        if name.startswith(begins) and _RANDOM.fullmatch(name.removeprefix(begins)):
+            with LockFile(directory / name, os).held():
+                pass
 
 
 @contextlib.contextmanager

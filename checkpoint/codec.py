@@ -24,10 +24,10 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 """A size, a place, a step: what may be negative is nowhere in a file."""
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 """A place in a list that is made as long as the largest one says."""
-_NAMED_END: Final = 10**18
+STEP_MAX: Final = 10**18 - 1
 """Names on disk have numbers of at most 18 digits (`layout`), and so has whoever takes a glance (`Claimed`)."""
-Named = Annotated[int, msgspec.Meta(ge=0, lt=_NAMED_END)]
-Positive = Annotated[int, msgspec.Meta(ge=1, lt=_NAMED_END)]
+Named = Annotated[int, msgspec.Meta(ge=0, le=STEP_MAX)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=STEP_MAX)]
 """A step or another number from 1, which names have."""
 Checksum = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """The form of every xxh3_64 here."""

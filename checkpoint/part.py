@@ -453,10 +453,10 @@ def remove_part(directory: Path, part: RankPart, os: Os = REAL_OS) -> None:
             os.unlink(path)
 
 
-def write_document(path: Path, raw: bytes, os: Os) -> None:
+def write_document(path: Path, raw: bytes, os: Os, *, made: bool = False) -> None:
     """Writes a small new file, whose content is on the disk on return (its name is the caller's).
 
-    StorageError, and no file, also for one that is larger than anybody reads.
+    made: it is there already, and empty. StorageError, and no file, also for one that is larger than anybody reads.
     """
     if len(raw) > DOCUMENT_BYTES_MAX:
         raise StorageError(
@@ -464,7 +464,7 @@ def write_document(path: Path, raw: bytes, os: Os) -> None:
             "values in tensors, not in extras or facts"
         )
     with storage_errors("writing", path):
-        fd = os.create(path, direct=False)
+        fd = os.open_lock(path) if made else os.create(path, direct=False)
         try:
             pwrite_all(os, fd, raw)
             os.fsync(fd)

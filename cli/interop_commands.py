@@ -51,7 +51,7 @@ def add_parsers(add: Add) -> None:
     )
     _chosen(convert, "--to dcp: ")
     convert.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help=("--to lastwords: the number of ranks that will resume")
+        "--ranks", type=int, metavar="N", help="--to lastwords: the number of ranks that will resume (default 1)"
     )
     _units(convert)
     export = add("export", "write weights as model-0000k-of-0000K.safetensors and an index")
@@ -104,6 +104,9 @@ def _convert(arguments: argparse.Namespace) -> ExitCode:
 def _converted(arguments: argparse.Namespace, progress: Callable[[int, int], None] | None) -> Path:
     model, optimizer = arguments.model_key, arguments.optim_key
     if arguments.to == "dcp":
+        for option in ("step", "optimizer", "buffer", "ranks"):
+            if getattr(arguments, option) not in (None, "", []):
+                raise ConfigError(f"--{option} says what a foreign checkpoint does not; it requires --to lastwords")
         from lastwords.integrations.dcp_out import to_dcp  # brings torch, which most commands do without
 
         return to_dcp(
@@ -122,7 +125,7 @@ def _converted(arguments: argparse.Namespace, progress: Callable[[int, int], Non
     for option in ("unit", "name", "dtype", "tied"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option} selects what is read from a lastwords checkpoint; it requires --to dcp")
-    told = Told(arguments.step, arguments.optimizer, ranks=arguments.ranks)
+    told = Told(arguments.step, arguments.optimizer, ranks=1 if arguments.ranks is None else arguments.ranks)
     if arguments.buffer:
         told = dataclasses.replace(told, buffers=(*told.buffers, *arguments.buffer))
     return from_dcp(arguments.source, arguments.out, told, model=model, optimizer=optimizer, progress=progress)

@@ -256,13 +256,30 @@ def upload(arguments: argparse.Namespace) -> ExitCode:
         return ExitCode.OK if everything else ExitCode.STORAGE
     if not root.is_dir():
         return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []})
+    for missing in (one for one in roots[1:] if not one.is_dir()):
+        commands.say(f"there is nothing at {missing}")
     with bars() as tell:
         uploaded = Uploader(roots, to, arguments.job, on_progress=tell).upload_missing(
             again=True, verify=arguments.verify
         )
+    there = [] if uploaded else [one for directory in roots for one in load.scan(directory, job=arguments.job)]
+    if not uploaded and not any(one.status is load.DirectoryStatus.COMPLETE for one in there):
+        return _nothing_whole(root, there, arguments)
     if arguments.json:
         commands.print_json({"uploaded": [{"path": str(one.path), "to": str(to / one.name)} for one in uploaded]})
     else:
         for one in uploaded:
             print(f"{to / one.name}")
     return ExitCode.OK
+
+
+def _nothing_whole(root: Path, there: list[load.Found], arguments: argparse.Namespace) -> ExitCode:
+    """Says why nothing can be uploaded. there: what is not whole."""
+    if not there:
+        why = _not_there(root, [arguments.job] if arguments.job else [], os_for([root]))
+        return commands.nothing(root, as_json=arguments.json, empty={"uploaded": []}, why=why)
+    for one in there:
+        commands.say(one.why)
+    if arguments.json:
+        commands.print_json({"uploaded": []})
+    return max(commands.EXIT_CODE_OF[one.status] for one in there)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.appearing import alone_at, refuse_existing
-from lastwords.checkpoint.codec import typed
+from lastwords.checkpoint.codec import STEP_MAX, typed
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, unit_tensor_name
 from lastwords.checkpoint.manifest import IncidentFacts
@@ -31,11 +31,11 @@ from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, make_directories, remove_tree
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.integrations.dcp import MODEL, OPTIMIZER
-from lastwords.integrations.dcp_out import EXTENSION, About
+from lastwords.integrations.dcp_out import EXTENSION, About, check_keys
 from lastwords.integrations.export import Progress
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, source_of, spec_of
 from lastwords.optim_wrapper.tensors.tensor_tree import take_apart
-from lastwords.vocabulary import UNIT_REPLICATED
+from lastwords.vocabulary import RANKS_MAX, UNIT_REPLICATED
 
 KeyPath = tuple[Any, ...]
 NO_EXTRAS = ExtrasMeta(states={}, step_on_resume=())
@@ -71,16 +71,16 @@ def from_dcp(
     exists; FormatError, StorageError (then nothing is published).
     """
     told = told or Told()
-    if not optimizer or model == optimizer:
-        raise ConfigError(
-            f"model and optimizer need two different keys, not {model!r} and {optimizer!r}; if there is no optimizer, "
-            "pass any unused key for it"
-        )
+    check_keys(model, optimizer)
+    if not 1 <= told.ranks <= RANKS_MAX:
+        raise ConfigError(f"the number of ranks that will resume (--ranks) is from 1 to {RANKS_MAX}, not {told.ranks}")
     stored = _DcpDirectory(source)
     about = _about(stored)
-    step = told.global_step or about.global_step
-    if not isinstance(step, int) or step < 1 or told.ranks < 1:
-        raise ConfigError(f"{source} does not record its global step; pass it, 1 or more (--step N)")
+    step = about.global_step if told.global_step is None else told.global_step
+    if step is None:
+        raise ConfigError(f"{source} does not record its global step; pass it (--step N)")
+    if type(step) is not int or not 1 <= step <= STEP_MAX:
+        raise ConfigError(f"{step!r} is no global step; pass one from 1 to {STEP_MAX} (--step N)")
     state, meta = _WholeUnit(stored, about, told, model, optimizer).made()
     final = layout.checkpoint_dir(root, step)
     refuse_existing(final)
@@ -197,7 +197,7 @@ class _WholeUnit:
             tops = ", ".join(sorted({str(path[0]) for path in self.stored.keys}))
             raise ConfigError(
                 f"{self.stored.source} has no key {self.model!r}; its top-level keys: {tops} (choose one with "
-                "--model NAME)"
+                "--model-key KEY)"
             )
         for path in self._below((EXTENSION, "extra")):
             self._add(str(path[2]), path)

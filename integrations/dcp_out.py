@@ -57,9 +57,10 @@ def to_dcp(
     names: patterns; only what has a name that fits one of them, and its state. dtype: such as "bfloat16", for the
     model's floating-point tensors; the optimizer's state keeps its type, as do buffers that no state_dict() has.
     tied: other name -> name, of what was saved twice (see `load_for_inference`); the state of the name that stays.
-    ConfigError if `out` exists or units differ in a param group; StorageError, FormatError, IncompleteError or
-    ReplacedError (then there is nothing at `out`).
+    ConfigError if `out` exists, for keys as `check_keys` refuses them, or if units differ in a param group;
+    StorageError, FormatError, IncompleteError or ReplacedError (then there is nothing at `out`).
     """
+    check_keys(model, optimizer)
     check_dtype(dtype)
     refuse_existing(out)
 
@@ -69,6 +70,15 @@ def to_dcp(
 
     read_checkpoint(path, convert)
     return out
+
+
+def check_keys(model: str, optimizer: str) -> None:
+    """ConfigError for keys that leave no way back."""
+    if not optimizer or len({model, optimizer, EXTENSION}) < 3:
+        raise ConfigError(
+            f"model and optimizer need two different keys, not {model!r} and {optimizer!r}, neither of them "
+            f"{EXTENSION!r}; if there is no optimizer, pass any unused key for it"
+        )
 
 
 def _convert(

@@ -24,7 +24,7 @@ import xxhash
 
 from lastwords import threads
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.appearing import refuse_checkpoint, write_file
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import damage, decode_document, encode_document, told
 from lastwords.checkpoint.entries import Entry, LocalEntry
@@ -111,9 +111,9 @@ def transform(
     memory. Every byte is checked against the source's checksums as it is read.
 
     If another process has published the same, that is the result. Any number of processes may do this at once.
-    Raises ConfigError if another checkpoint of this step is in `root`, or an unfinished transformation of another one;
-    StrategyError, MismatchError, FormatError, IncompleteError, ReplacedError, StorageError. What was finished is
-    kept for the same call again.
+    Raises ConfigError if `root` is a checkpoint, if another one of this step is in it, or an unfinished transformation
+    of another one; StrategyError, MismatchError, FormatError, IncompleteError, ReplacedError, StorageError. What was
+    finished is kept for the same call again.
     """
     if jobs < 1:
         raise ConfigError(f"the number of ranks that are written in parallel must be at least 1, not {jobs}")
@@ -128,6 +128,7 @@ def prepared(
     """What is to be done, and for which ranks: found and checked, and nothing written. Errors as of `transform`."""
     if os.exists(source) and not os.is_link(source) and not os.leads_to_directory(source):
         raise ConfigError(f"{source} is a file; pass a checkpoint's directory, or a directory that holds checkpoints")
+    refuse_checkpoint(root)
     path = find_checkpoint(source, os)
     with damage_told_from_replacement(path, stamp_of(path, os), os), open_checkpoint(path, os) as checkpoint:
         found = CheckpointSource(checkpoint, os)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lastwords.checkpoint import layout, load
-from lastwords.checkpoint.appearing import TEMPORARY, alone_at, making_directory
+from lastwords.checkpoint.appearing import TEMPORARY, alone_at, making_directory, refuse_checkpoint
 from lastwords.checkpoint.document import read_document
 from lastwords.checkpoint.lock_file import LockFile, ReaderLock
 from lastwords.checkpoint.manifest import Claimed, Manifest
@@ -186,10 +186,11 @@ def _tell(on_bytes: OnBytes | None, count: int) -> None:
 def download(source: RemotePath, root: Path, store: Store, on_bytes: OnBytes | None = None, os: Os = REAL_OS) -> Path:
     """Downloads a checkpoint into `root` under the name that it has in the store; returns where it is.
 
-    Raises IncompleteError or FormatError if it is not sound there, StorageError; BusyError if another process fetches
-    it, ReplacedError if it is removed meanwhile. Nothing is left behind then.
+    Raises ConfigError if `root` is a checkpoint, IncompleteError or FormatError if it is not sound there, StorageError;
+    BusyError if another process fetches it, ReplacedError if it is removed meanwhile. Nothing is left behind then.
     """
     target = root / source.name
+    refuse_checkpoint(root, os)
     make_directories(root, os)
     with storage_errors("looking for", target):
         if os.exists(target) and load.examine(target, os).status is load.DirectoryStatus.COMPLETE:

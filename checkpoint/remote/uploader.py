@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lastwords import clock
 from lastwords.checkpoint import layout, load
-from lastwords.checkpoint.appearing import write_file
+from lastwords.checkpoint.appearing import refuse_checkpoint, write_file
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.document import decode_document, encode_document, read_document, told
 from lastwords.checkpoint.lock_file import LockFile
@@ -24,7 +24,7 @@ from lastwords.checkpoint.meta import UPLOADED_FORMAT
 from lastwords.checkpoint.remote.store import OnBytes, RemotePath, Store, name_of
 from lastwords.checkpoint.remote.transfer import upload
 from lastwords.checkpoint.system import REAL_OS, Os
-from lastwords.errors import BusyError, CheckpointError, ConfigError, FormatError, ReplacedError, StorageError
+from lastwords.errors import BusyError, CheckpointError, FormatError, ReplacedError, StorageError
 
 # What of a directory is known to have been uploaded, so that nothing else is pruned: `.lastwords-uploaded.json`.
 #
@@ -70,12 +70,6 @@ def read(root: Path, os: Os = REAL_OS) -> Record | None:
     except (FormatError, StorageError) as error:
         logger.warning("%s", error)
         return Record()
-
-
-def refuse_checkpoint(root: Path, os: Os = REAL_OS) -> None:
-    """ConfigError if it is a checkpoint, in which a record is a foreign file."""
-    if layout.CheckpointName.parse(root.name) is not None or os.exists(root / layout.MANIFEST_NAME):
-        raise ConfigError(f"{root} is a checkpoint; give the directory that holds it: {root.absolute().parent}")
 
 
 def write(root: Path, record: Record, os: Os = REAL_OS) -> None:
@@ -186,10 +180,10 @@ class Uploader:
         One that is damaged here, or removed meanwhile, is left out, with a line in the log. StorageError if the store,
         or the file system here, refuses; then what was uploaded before stays. A record that cannot be written (a full
         disk) is no obstacle: the error comes at the end, and the next call, which finds everything in the store, writes
-        it. BusyError if another process uploads from this directory. ConfigError if it is no directory of checkpoints
-        but one of them.
+        it. BusyError if another process uploads from this directory. ConfigError if a directory, or the
+        one in the store, is a checkpoint or lies in one.
         """
-        for root in self._roots:
+        for root in (*self._roots, Path("/", *self._to.parts[1:])):  # what a store has is seen by its name
             refuse_checkpoint(root, self._os)
         with LockFile(self._roots[0] / LOCK_NAME, self._os).held() as mine:
             if not mine:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from lastwords.checkpoint.appearing import TEMPORARY, write_file
+from lastwords.checkpoint.appearing import TEMPORARY, refuse_checkpoint, write_file
 from lastwords.checkpoint.boxes import (
     Box,
     BoxIndex,
@@ -257,7 +257,11 @@ def strategy_of(manifest: Manifest) -> Strategy:
 
 
 def save_strategy_file(strategy: Strategy, path: Path, os: Os = REAL_OS) -> None:
-    """Writes a new strategy file, whole or not at all. StorageError where it exists already, or cannot be written."""
+    """Writes a new strategy file, whole or not at all. StorageError where it exists already, or cannot be written.
+
+    ConfigError where it would lie in a checkpoint.
+    """
+    refuse_checkpoint(path.parent, os)
     try:
         write_file(path, strategy.encode(), os)
     except StorageError as error:

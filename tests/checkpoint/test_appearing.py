@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from lastwords.checkpoint.appearing import making_directory, making_file, write_file
+from lastwords.checkpoint.appearing import making_directory, making_file, refuse_checkpoint, write_file
+from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.part import write_document
+from lastwords.checkpoint.reshard.strategy import Strategy, save_strategy_file
 from lastwords.checkpoint.system import REAL_OS, Os, pwrite_all, read_whole
 from lastwords.errors import BusyError, ConfigError, LastWordsError, StorageError
 from lastwords.liveness import paths
 from tests import golden
 from tests.checkpoint.interleaving import Machine, at_random
 from tests.checkpoint.simulated_disk import SimulatedOs
+from tests.checkpoint.states import Job
 from tests.checkpoint.test_crash import crashes
 from tests.shortage import open_files
 
@@ -91,6 +94,26 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_left_behind(make: Callab
         make(OUT, made)
     assert content(made) == b"old"
     assert made.listdir(OUT.parent) == [OUT.name]
+
+
+def test_what_a_killed_writer_has_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    child = posix.fork()
+    if not child:
+        patched = Os()
+        patched.fsync = lambda fd: posix.kill(posix.getpid(), 9)  # type: ignore[method-assign]
+        write_file(tmp_path / "thing", NEW, patched, replace=True)
+        posix._exit(0)
+    posix.waitpid(child, 0)
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-thing-"), "negative control"
+    living = tmp_path / ".tmp-thing-00000000"
+    others = [tmp_path / name for name in (".tmp-thing-more-00000000", ".tmp-thing-x", ".tmp-other-00000000")]
+    for path in others:
+        path.touch()
+    with LockFile(living).held() as mine:
+        assert mine
+        write_file(tmp_path / "thing", NEW, replace=True)
+        assert sorted(tmp_path.iterdir()) == sorted([*others, living, tmp_path / "thing"])
 
 
 @pytest.mark.parametrize("make", [making_file, making_directory])
@@ -187,3 +210,29 @@ def test_a_file_in_shared_memory_is_replaced_at_once_or_not_at_all(tmp_path: Pat
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("inside", [".", "rank_0", "new/deeper"])
+@pytest.mark.parametrize("renamed", [False, True], ids=["by its name", "by its manifest"])
+def test_nothing_appears_in_a_checkpoint(tmp_path: Path, inside: str, renamed: bool) -> None:
+    checkpoint = Job().save(tmp_path, 37)
+    if renamed:
+        checkpoint = checkpoint.rename(tmp_path / "mine")
+    (tmp_path / "link").symlink_to(checkpoint)
+    before = sorted(checkpoint.rglob("*"))
+    for directory in (checkpoint / inside, tmp_path / "link" / inside):
+        with pytest.raises(ConfigError) as caught:
+            refuse_checkpoint(directory)
+        assert str(checkpoint) in str(caught.value)
+        with pytest.raises(ConfigError), making_directory(directory / "x"):
+            pass
+        with pytest.raises(ConfigError):
+            save_strategy_file(Strategy(1, {}), directory / "x")
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+def test_a_manifest_json_of_another_program_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{\n"name": "an extension",\n"version": 3\n}\n')
+    with making_directory(tmp_path / "out"):
+        pass
+    refuse_checkpoint(tmp_path)

@@ -357,6 +357,14 @@ def test_what_comes_down_is_what_went_up(root: RemotePath, saved: Path, tmp_path
     assert upload(found, store) == there
 
 
+def test_nothing_comes_down_into_a_checkpoint(root: RemotePath, saved: Path) -> None:
+    there = upload(saved, Store(root))
+    before = sorted(saved.rglob("*"))
+    with golden.raises(ConfigError):
+        download(there, saved, Store(root))
+    assert sorted(saved.rglob("*")) == before
+
+
 @pytest.mark.parametrize("file", ["rank_1/*.ckpt", layout.MANIFEST_NAME])
 def test_a_copy_that_is_damaged_here_is_downloaded_again_and_kept_beside_it(
     root: RemotePath, saved: Path, tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture

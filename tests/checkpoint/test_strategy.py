@@ -27,7 +27,7 @@ from lastwords.checkpoint.reshard.strategy import (
 from lastwords.errors import ConfigError, FormatError, MismatchError, StorageError, StrategyError
 from lastwords.vocabulary import RANKS_MAX
 from tests import golden
-from tests.checkpoint.interposed import InterposedOs, counting
+from tests.checkpoint.interposed import InterposedOs
 from tests.checkpoint.simulated_disk import SimulatedOs
 from tests.checkpoint.states import Job
 
@@ -284,17 +284,19 @@ def test_a_strategy_file_is_whole_or_not_there_whichever_system_call_fails() -> 
         return made
 
     path = Path("/d/strategy")
-    counted = InterposedOs(counting(), disk())
-    save_strategy_file(rows(4), path, counted)
-    assert counted.count > 5
-    for at in range(1, counted.count + 1):
+    calls: list[str] = []
+    save_strategy_file(rows(4), path, InterposedOs(lambda number, name, args: calls.append(name), disk()))
+    assert len(calls) > 5
+    for at, call in enumerate(calls, 1):
+        if call == "try_lock":
+            continue  # a file system without locks is no obstacle
         under = disk()
 
         def before(number: int, name: str, args: tuple[Any, ...], at: int = at) -> None:
             if number == at:
                 raise OSError(errno.EIO, "Input/output error")
 
-        with pytest.raises(StorageError, match=r"/d"):
+        with pytest.raises(StorageError, match=r"/(d|manifest)"):
             save_strategy_file(rows(4), path, InterposedOs(before, under))
         if under.exists(path):
             assert load_strategy(path, under) == rows(4)

@@ -178,6 +178,36 @@ def test_one_checkpoint_is_not_uploaded_as_if_it_held_some(capsys: Capture, here
     assert sorted(checkpoint.rglob("*")) == before
 
 
+def test_nothing_to_upload_is_said_and_has_its_exit_code(
+    capsys: Capture, here: Path, there: RemotePath, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments in ((tmp_path / "empty", there), (here, there, "--job", "typo")):
+        code, out, errors = run(capsys, "upload", *arguments)
+        assert (code, out) == (ExitCode.NOTHING_FOUND, "")
+        golden.says(errors)
+        assert run_json(capsys, "upload", *arguments) == (ExitCode.NOTHING_FOUND, {"uploaded": []})
+    damaged = Job().save(tmp_path / "damaged", 1)
+    shutil.rmtree(damaged / "rank_1")
+    code, _, errors = run(capsys, "upload", damaged.parent, there)
+    assert code == ExitCode.DAMAGED
+    golden.says(errors)
+    assert run(capsys, "upload", here, there, "--job", "job")[0] == ExitCode.OK
+    assert run(capsys, "upload", "--verify", here, there)[0] == ExitCode.OK
+
+
+def test_a_fallback_directory_that_is_not_there_is_said(
+    capsys: Capture, here: Path, there: RemotePath, tmp_path: Path
+) -> None:
+    code, out, errors = run(capsys, "upload", here, there, "--fallback", tmp_path / "typo")
+    assert (code, len(out.splitlines())) == (ExitCode.OK, 4)
+    golden.says(errors)
+    here.rename(tmp_path / "fallback")
+    here.mkdir()
+    code, out, _ = run(capsys, "upload", here, there, "--fallback", tmp_path / "fallback")
+    assert (code, len(out.splitlines())) == (ExitCode.OK, 4)
+
+
 def test_where_nobody_uploads_prune_is_as_ever(capsys: Capture, here: Path) -> None:
     assert uploader.read(here) is None
     run(capsys, "prune", here, "--keep", 1)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lastwords.checkpoint.load import open_checkpoint
-from lastwords.cli.main import main
+from lastwords.cli.main import ExitCode, main
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.integrations.dcp_in import Told, from_dcp
 from lastwords.integrations.dcp_out import to_dcp
@@ -154,6 +154,39 @@ def test_an_optimizer_saved_in_another_form_is_refused_with_the_form_that_is_rea
         from_dcp(tmp_path / "named", tmp_path / "back", Told(1))
     back = from_dcp(tmp_path / "named", tmp_path / "back", Told(1), model="weights")
     assert "weight" in str(open_checkpoint(back).names)
+
+
+@pytest.mark.parametrize("keys", [("x", "x"), ("model", ""), ("lastwords", "optim"), ("model", "lastwords")], ids=str)
+def test_keys_that_leave_no_way_back_are_refused_both_ways(tmp_path: Path, keys: tuple[str, str]) -> None:
+    path = saved(tmp_path / "ours", *trained(0))
+    model, optimizer = keys
+    with golden.raises(ConfigError):
+        to_dcp(path, tmp_path / "dcp", model=model, optimizer=optimizer)
+    with pytest.raises(ConfigError):
+        from_dcp(to_dcp(path, tmp_path / "other"), tmp_path / "back", model=model, optimizer=optimizer)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["other", "ours"]
+
+
+@pytest.mark.parametrize(
+    "option", [("--step", "5"), ("--ranks", "1"), ("--optimizer", "SGD"), ("--buffer", "x")], ids=" ".join
+)
+def test_what_only_the_other_way_needs_is_refused_and_not_ignored(
+    tmp_path: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "ours", *trained(0))
+    assert main(["convert", str(path), str(tmp_path / "dcp"), "--to", "dcp", *option]) == ExitCode.USAGE
+    golden.says(capsys.readouterr().err)
+    assert not (tmp_path / "dcp").exists()
+    out = str(to_dcp(path, tmp_path / "dcp"))
+    assert main(["convert", out, str(tmp_path / "back"), "--to", "lastwords", *option]) == ExitCode.OK
+
+
+@pytest.mark.parametrize("told", [Told(10**18), Told(0), Told(ranks=0), Told(ranks=1 << 31)], ids=str)
+def test_a_step_or_a_number_of_ranks_that_no_job_has_is_refused(tmp_path: Path, told: Told) -> None:
+    out = to_dcp(saved(tmp_path / "ours", *trained(0)), tmp_path / "dcp")
+    with golden.raises(ConfigError):
+        from_dcp(out, tmp_path / "back", told)
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_full_disk_and_a_damaged_source_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from lastwords.checkpoint.system import Os
-from lastwords.cli.main import main
+from lastwords.cli.main import ExitCode, main
 from lastwords.errors import ConfigError, FormatError, StorageError
+from lastwords.integrations.dcp_out import to_dcp
 from lastwords.integrations.export import export_safetensors
 from tests import golden
 from tests.integration.saved_layouts import bits
@@ -95,6 +96,34 @@ def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
     with golden.raises(ConfigError):
         export_safetensors(tmp_path, out)
     assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "CK", "CK/out"),
+        ("convert", "CK", "CK/rank_0/out", "--to", "dcp"),
+        ("convert", "DCP", "CK", "--to", "lastwords"),
+        ("transform", "CK", "CK", "--to", "whole"),
+        ("transform", "CK", "CK/deeper", "--to", "whole", "--dry-run"),
+        ("upload", "ROOT", "file://CK"),
+        ("upload", "ROOT", "file://CK/deeper"),
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_written_into_a_checkpoint(
+    tmp_path: Path, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "ckpt"
+    checkpoint = saved(root, *trained(0))
+    places = {"CK": checkpoint, "ROOT": root, "DCP": to_dcp(root, tmp_path / "dcp")}
+    before = sorted(root.rglob("*"))
+    arguments = [*command]
+    for name, place in places.items():
+        arguments = [word.replace(name, str(place)) for word in arguments]
+    assert main(arguments) == ExitCode.USAGE
+    assert str(checkpoint) in capsys.readouterr().err
+    assert sorted(root.rglob("*")) == before
 
 
 def test_a_damaged_source_and_a_type_without_a_code_leave_nothing(tmp_path: Path) -> None:
