@@ -230,6 +230,9 @@ def candidates(roots: Iterable[Path], os: Os, claim: Callable[[Path, Os], Claime
             paths += [path for path in named if os.is_directory(path) or os.is_link(path)]
         except FileNotFoundError:
             continue
+        except NotADirectoryError as error:
+            what = f"{root} is a file; give a checkpoint's directory, or the directory that holds checkpoints"
+            raise StorageError(what, errno=error.errno or 0) from error
         except OSError as error:
             raise storage_error("listing", root, error) from error
     return newest_first({path: claim(path, os) for path in paths})

@@ -419,7 +419,8 @@ def read_whole(path: Path, os: Os, *, bytes_max: int, first: int | None = None, 
             left = max(0, size - offset)
             wanted = left if first is None else min(first, left)
             if size > bytes_max:
-                raise OSError(errno.EFBIG, f"{size} bytes where at most {bytes_max} are expected")
+                what = f"it has {size} bytes, where at most {bytes_max} are expected"
+                raise StorageError(f"{path} is not what its name says: {what}", errno=errno.EFBIG)
             buffer = bytearray(wanted)
             view = memoryview(buffer)
             done = 0

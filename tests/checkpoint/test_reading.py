@@ -12,7 +12,8 @@ import pytest
 
 from lastwords.checkpoint import load, retention
 from lastwords.checkpoint.load import Checkpoint, read_checkpoint
-from lastwords.errors import FormatError, IncompleteError, MismatchError, ReplacedError
+from lastwords.checkpoint.system import REAL_OS, read_whole
+from lastwords.errors import FormatError, IncompleteError, MismatchError, ReplacedError, StorageError
 from lastwords.optim_wrapper.resume import resume_choice
 from tests import golden
 from tests.checkpoint.elastic import QUICK, Whole, save_naively
@@ -150,3 +151,10 @@ def test_a_rank_that_finds_its_checkpoint_gone_asks_for_another_one(tmp_path: Pa
     shutil.rmtree(path)
     with golden.raises(ReplacedError):
         resume_choice._open(resume_choice.Chosen(path, word["identity"], path))
+
+
+def test_a_file_that_is_too_long_is_not_blamed_on_a_limit_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(b"12345")
+    with golden.raises(StorageError):
+        read_whole(tmp_path / "manifest.json", REAL_OS, bytes_max=4)
+    assert read_whole(tmp_path / "manifest.json", REAL_OS, bytes_max=5) == b"12345"
