@@ -284,6 +284,9 @@ class LastWords(pl.Callback):
         self._data.over = self._again and self._data.at_end  # without a length, a first batch is fetched at once
 
     def _epoch_resets(self) -> None:
+        """`on_train_epoch_start` was called, and no batch of the epoch was fetched."""
+        self._together = True
+        self._wait_for_all()
         self._loops.epoch_begins()
         epoch = self._trainer.fit_loop.epoch_loop
         stepped = epoch._batches_that_stepped

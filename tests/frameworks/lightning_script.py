@@ -68,19 +68,24 @@ class Module(pl.LightningModule):
         self.words = nn.Embedding(32, 16)
         norm = nn.LayerNorm(16) if CASE == "averaging" else nn.BatchNorm1d(12)
         self.rest = nn.Sequential(nn.Dropout(0.2), norm, nn.Linear(16, 32))
-        self.mean, self.losses = MeanMetric(), [0.0]
+        self.mean, self.losses, self.scale = MeanMetric(), [0.0], 1.0
         self.means = nn.ModuleList([MeanMetric(), MeanMetric()])
 
     def on_train_start(self) -> None:
         if "hook draws" in CASE:
             torch.rand(3)
 
+    def on_train_epoch_start(self) -> None:
+        if "scales" in CASE:
+            self.scale *= 0.9
+            die(done(self.trainer), "begin")
+
     def on_train_batch_start(self, batch: Any, number: int) -> int | None:
         return -1 if "leaves epochs" in CASE and number == 7 - self.current_epoch else None
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         scores = self.rest(self.words(batch["input_ids"])).transpose(1, 2)
-        return nn.functional.cross_entropy(scores, batch["labels"])
+        return self.scale * nn.functional.cross_entropy(scores, batch["labels"])
 
     def training_step(self, batch: Any, number: int) -> Any:
         loss = self.loss_of(batch)
