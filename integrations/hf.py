@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -64,11 +64,17 @@ _FIELDS = frozenset(one.name for one in dataclasses.fields(transformers.TrainerS
 """Of any; callbacks may set more."""
 
 
-def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str]) -> None:
+def protect(
+    trainer: transformers.Trainer,
+    ckpt_save_path: str | os.PathLike[str],
+    *,
+    copy: bool | int | Literal["auto", "now"] = "auto",
+) -> None:
     """Write last words of `trainer.train()` below ckpt_save_path, and go on from what is there. Call it on all ranks.
 
     A Trainer's own checkpoints stay as they are, and `resume_from_checkpoint` is refused. Raises ConfigError for a
-    version or a layout that is not known, and train() whatever `lastwords.protect` and `resume()` raise.
+    version or a layout that is not known, and train() whatever `lastwords.protect`, to which `copy` is handed on, and
+    `resume()` raise.
     """
     pins.check("transformers", VERSIONS, PINNED)
     accelerate_data.check()
@@ -78,7 +84,7 @@ def protect(trainer: transformers.Trainer, ckpt_save_path: str | os.PathLike[str
     if _protected:
         raise ConfigError("lastwords.integrations.hf.protect() was called before: a script has one Trainer that trains")
     _protected.append(trainer)
-    trainer._lastwords = _Protected(trainer, ckpt_save_path)
+    trainer._lastwords = _Protected(trainer, ckpt_save_path, copy)
 
 
 def is_protected(trainer: transformers.Trainer) -> bool:
@@ -230,8 +236,8 @@ _OF_THE_ADAPTOR = frozenset({"eval_on_start", "ignore_data_skip"})
 class _Protected(trainer_callback.TrainerCallback):
     """One `train()` of a Trainer; a callback of it, too."""
 
-    def __init__(self, trainer: Any, path: str | os.PathLike[str]) -> None:
-        self._trainer, self._path = trainer, path
+    def __init__(self, trainer: Any, path: str | os.PathLike[str], copy: bool | int | Literal["auto", "now"]) -> None:
+        self._trainer, self._path, self._copy = trainer, path, copy
         self._tft: Any = None
         self._of_all, self._of_rank = _OfAll(trainer), _OfRank(trainer)
         self._ended = 0
@@ -309,6 +315,7 @@ class _Protected(trainer_callback.TrainerCallback):
             optimizer=optimizer.optimizer,
             in_place=True,
             repeats=True,
+            copy=self._copy,
             forget=["model*.training"],  # each step sets it
             variables={
                 **own,

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -185,12 +185,15 @@ class LastWords(pl.Callback):
     """Writes last words of `fit()` below ckpt_save_path, and goes on from what is there.
 
     Lightning's own checkpoints stay as they are, and `ckpt_path=` is refused. Raises ConfigError for a version, a
-    strategy or a loader that is not known, and fit() whatever `lastwords.protect` and `resume()` raise.
+    strategy or a loader that is not known, and fit() whatever `lastwords.protect`, to which `copy` is handed on, and
+    `resume()` raise.
     """
 
-    def __init__(self, ckpt_save_path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, ckpt_save_path: str | os.PathLike[str], *, copy: bool | int | Literal["auto", "now"] = "auto"
+    ) -> None:
         pins.check(pl.__name__.partition(".")[0], VERSIONS, PINNED)
-        self._path = ckpt_save_path
+        self._path, self._copy = ckpt_save_path, copy
         self._tft: Any = None
         self._trainer: Any = None
         self._states: Any = None
@@ -242,6 +245,7 @@ class LastWords(pl.Callback):
             optimizer=strategy.optimizers,
             in_place=True,
             repeats=True,
+            copy=self._copy,
             extras={
                 "loops": self._loops,
                 "callbacks": _Callbacks([one for one in held if one not in timers], _derived(trainer)),

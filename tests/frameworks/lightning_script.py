@@ -105,10 +105,15 @@ class Module(pl.LightningModule):
         if not TWO:
             return loss
         self.manual_backward(loss)
-        for one in self.optimizers():  # type: ignore[union-attr]
+        for place, one in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            if place and "two backwards" in CASE:
+                self.zero_grad()
+                die(done(self.trainer) + 1, "half")
+                self.manual_backward(self.loss_of(batch))
             one.step()
             one.zero_grad()
             die(done(self.trainer) + 1, "between")
+        self.zero_grad()
         return None
 
     def validation_step(self, batch: Any, number: int) -> None:

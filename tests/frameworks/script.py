@@ -99,13 +99,14 @@ def lightning_callbacks() -> list[Any]:
         return []
     ours = "pytorch_lightning" if ("pytorch_lightning" in sys.modules) != (CASE == "other name") else "lightning"
     break_it()
-    return [importlib.import_module(f"lastwords.integrations.{ours}").LastWords(DIRECTORY / "ckpt")]
+    last_words = importlib.import_module(f"lastwords.integrations.{ours}").LastWords
+    return [last_words(DIRECTORY / "ckpt", **({"copy": True} if "two backwards" in CASE else {}))]
 
 
 def die(step: int, phase: str) -> None:
-    """Here, if the plan says so; in a forward pass once all ranks have come to it."""
+    """Here, if the plan says so; in a forward pass, or half of an update, once all ranks have come to it."""
     due = [one for one in DEATHS if one.removesuffix("!").endswith(f":{step}:{phase}") and not mark_of(one).exists()]
-    if due and phase == "fwd":
+    if due and phase in ("fwd", "half"):
         dist.barrier()
     for death in due:
         if death.startswith(f"{RANK}:"):

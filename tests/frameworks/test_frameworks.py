@@ -62,6 +62,7 @@ CASES = {
         "": IN_TURN,
         "draws workers by epoch": IN_TURN,
         "two optimizers": ("1:4:between", "0:6:evaluating", "1:11:win", "0:12:epoch"),
+        "two optimizers two backwards": ("1:4:half", "0:11:half"),
         "scales": ("1:12:begin",),
         "bar draws": ("1:6:evaluated", "0:7:fwd", "1:15:fwd"),
         "counts module data": ("1:4:fwd", "0:6:evaluating", "1:10:fwd"),
