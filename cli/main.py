@@ -192,10 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["run"]:
-        from lastwords.launcher.command import run  # brings torch, which the other commands do without
+        from lastwords.launcher.forks import begun_for
 
         log_lines.begin()
-        run(argv[1:])
+        with begun_for(argv) as begun:
+            from lastwords.launcher.command import run  # brings torch, which the other commands do without
+
+            run(argv[1:], begun)
         return ExitCode.OK
     if argv[:1] == ["worker"] and argv[1:2] not in ([], ["-h"], ["--help"]):
         return _in_cluster("MS_WORKER", argv[1:])

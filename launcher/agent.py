@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from lastwords import threads
 from lastwords.launcher.events import Event, Stop
+from lastwords.launcher.forks import Ahead
 from lastwords.launcher.head import Head, Listener, Uplink
 from lastwords.launcher.host import Host, HowLeft, Program
 from lastwords.launcher.processes import RankSeat
@@ -51,11 +52,12 @@ STOP_S = 5.0
 
 
 class HealingAgent(LocalElasticAgent):
-    """program: what its ranks run."""
+    """program: what its ranks run. begun: a fork server that has been started already."""
 
-    def __init__(self, *args: Any, program: Program, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, program: Program, begun: Ahead | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._program = program
+        self._begun = begun
         asking = (one for one in _ASKING if signal.getsignal(one) is not signal.SIG_IGN)  # ranks ignore the same
         self.stop = next(asking, signal.SIGTERM)
         """What asks the ranks to end."""
@@ -77,7 +79,8 @@ class HealingAgent(LocalElasticAgent):
             number = getattr(signal, name.strip(), None)
             if number is not None:
                 signal.signal(number, self._end_by)
-        self._round = _Round(worker_group, self._pcontext, self._program, self._rounds)
+        begun, self._begun = self._begun, None
+        self._round = _Round(worker_group, self._pcontext, self._program, self._rounds, begun)
         self._rounds += 1
         return pids
 
@@ -147,7 +150,7 @@ class _Round:
     no thread can be started.
     """
 
-    def __init__(self, group: WorkerGroup, context: Any, program: Program, number: int) -> None:
+    def __init__(self, group: WorkerGroup, context: Any, program: Program, number: int, begun: Ahead | None) -> None:
         place: Any = group  # torch says None of what is set by now
         ranks = range(group.workers[0].global_rank, group.workers[-1].global_rank + 1)
         self._context = context
@@ -155,7 +158,7 @@ class _Round:
         self._head: Head | None = None
         self._way: Listener | Uplink | None = None
         seats = {int(seat.env["RANK"]): seat for seat in context.subprocess_handlers.values()}
-        self.host = Host(seats, program, self._selector, self._report)
+        self.host = Host(seats, program, self._selector, self._report, begun)
         if place.group_rank == 0:
             self._head = Head(group.workers[0].world_size, number, place.master_addr)
             self._head.has_host(ranks, self.host.obey)

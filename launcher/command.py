@@ -35,6 +35,7 @@ from lastwords.controller.timeline import records
 from lastwords.errors import ConfigError, StorageError, is_shortage
 from lastwords.integrations import auto
 from lastwords.launcher.agent import HANDLED, HealingAgent
+from lastwords.launcher.forks import Ahead
 from lastwords.launcher.host import HowLeft, Program
 from lastwords.launcher.recovery import ending
 from lastwords.liveness import process_id
@@ -193,21 +194,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(argv: Sequence[str]) -> None:
+def run(argv: Sequence[str], begun: Ahead | None = None) -> None:
     """Runs this host's ranks of a job. ConfigError for impossible flags, SystemExit: 1 where the job has failed, 75 or
     76 where a signal has ended it, 75 where it is saved and the script lacks what would load that.
 
-    The last line then says why; torch's report is before it.
+    The last line then says why; torch's report is before it. begun: a fork server that has been started already.
     """
     try:
-        _run(argv)
+        _run(argv, begun)
     except ChildFailedError as error:
         say("".join(traceback.format_exception_only(error)).rstrip("\n"))  # and not where in the launcher it was raised
         raise SystemExit(1) from None
 
 
 @record
-def _run(argv: Sequence[str]) -> None:
+def _run(argv: Sequence[str], begun: Ahead | None) -> None:
     arguments = parser().parse_args(argv)
     if arguments.spares:
         say("lastwords run: --spares does nothing any more: all ranks are forked anew in milliseconds")
@@ -244,7 +245,7 @@ def _run(argv: Sequence[str]) -> None:
     meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
     claimed = claim([command, *map(str, command_arguments)], meeting, most)
     try:
-        _launch(config, command, command_arguments, _program(arguments, config, command))
+        _launch(config, command, command_arguments, _program(arguments, config, command), begun)
     finally:
         claimed.close()
 
@@ -292,7 +293,9 @@ def _program(arguments: argparse.Namespace, config: LaunchConfig, command: str) 
     return Program(python, arguments.module, 1 if not threads and config.nproc_per_node > 1 else count, preload)
 
 
-def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], program: Program) -> None:
+def _launch(
+    config: LaunchConfig, command: str, arguments: Sequence[str], program: Program, begun: Ahead | None
+) -> None:
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=config.rdzv_backend,
@@ -329,6 +332,7 @@ def _launch(config: LaunchConfig, command: str, arguments: Sequence[str], progra
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         program=program,
+        begun=begun,
         **patience,
     )
     signal.signal(signal.SIGUSR1, lambda number, frame: agent.pass_on(number))

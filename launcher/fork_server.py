@@ -31,7 +31,17 @@ from lastwords.clock import mono_s
 from lastwords.errors import named
 from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.processes import children as children_of_this
-from lastwords.launcher.protocol import Fork, Forked, Forks, Importing, Made, from_text, read, to_message
+from lastwords.launcher.protocol import (
+    Fork,
+    Forked,
+    Forks,
+    Importing,
+    Made,
+    Preload,
+    from_text,
+    read,
+    to_message,
+)
 from lastwords.liveness.parents import MEANT_FOR_RANKS, die_with_parent
 from lastwords.processor import departure
 from lastwords.processor.departure import flush
@@ -71,10 +81,9 @@ BOOT = "import sys; sys.flags.safe_path or sys.path.pop(0); from lastwords.launc
 def serve() -> None:
     """The whole life of this process, and of all its forks.
 
-    argv: -c, the socket's descriptor, the launcher's pid, where the script's modules are, which modules to import, and
-    which not, as an earlier fork server has found.
+    argv: -c, the socket's descriptor, and the launcher's pid.
     """
-    _, fd, launcher, path, modules, left_out = sys.argv
+    _, fd, launcher = sys.argv
     link, parent = socket.socket(fileno=int(fd)), int(launcher)
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
@@ -84,8 +93,12 @@ def serve() -> None:
     plain = {one: signal.signal(one, signal.SIG_IGN) for one in ignored}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     _import_all()
-    send(link, to_message(_preloaded(path, [*filter(None, modules.split(","))], link)))
+    left_out: Sequence[str] = ()
     for order in _orders(link):
+        if isinstance(order, Preload):
+            left_out = order.left_out
+            send(link, to_message(_preloaded(from_text(order), link)))
+            continue
         one = _forked([*map(from_text, order.forks)], link, plain)
         if one is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came since its launcher knows it is for the rank
@@ -95,16 +108,16 @@ def serve() -> None:
             set_rank(one.environment)
             if one.rank < 0:
                 new_process.control(one)
-            new_process.run(one, left_out.split(","))
+            new_process.run(one, left_out)
     os._exit(0)  # what was imported is not to run at the end of this process
 
 
-def _orders(link: socket.socket) -> Iterator[Forks]:
+def _orders(link: socket.socket) -> Iterator[Preload | Forks]:
     """Until the launcher has ended."""
     lines = Lines()
     while data := link.recv(RECV_BYTES):
         for said in lines.feed(data):
-            yield read(said, Forks)
+            yield read(said, Preload | Forks)
 
 
 def _import_all() -> None:
@@ -151,10 +164,13 @@ def _has_device() -> bool:
     return any(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
 
 
-def _preloaded(path: str, modules: Sequence[str], link: socket.socket) -> Made:
+def _preloaded(order: Preload, link: socket.socket) -> Made:
     seconds: dict[str, float] = {}
     if problem := why_not():
         return Made(problem)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    path, *modules = order.argv
     sys.path.insert(0, path)
     before, directory = dict(os.environ), os.getcwd()
     for name in modules:

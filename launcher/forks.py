@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
+import resource
 import selectors
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lastwords.clock import OwnTime, mono_s
 from lastwords.errors import is_shortage
 from lastwords.launcher.fork_server import BOOT, OF_RANKS, THREAD_VARIABLES
 from lastwords.launcher.link import LINE_BYTES_MAX, Connection
 from lastwords.launcher.processes import PAUSE_S, kill_group
-from lastwords.launcher.protocol import Fork, Forked, Forks, Importing, Made, as_text, read, to_message
+from lastwords.launcher.protocol import Fork, Forked, Forks, Importing, Made, Preload, as_text, read, to_message
 from lastwords.liveness.process_id import is_stopped
 
 _log = logging.getLogger(__name__)
@@ -38,13 +41,74 @@ DEATHS_MAX = 3
 """Servers in a row that may end before they have served."""
 
 
+HASH_SEED = "1"
+"""Sets of strings have one order in all ranks of a job, and in all that resume it. Not 0, which a script can see in
+sys.flags.
+"""
+
+NOT_AHEAD = {"-h", "--help", "--no-python", "--no_python"}
+"""Arguments of launchers that may need no fork server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A fork server that imports torch while its launcher does, which then says what else. python: its interpreter."""
+
+    python: str
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+
+    def end(self) -> None:
+        """If nobody has taken it."""
+        self.link.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def ahead(python: str, environment: Mapping[str, str] = os.environ) -> Ahead:
+    """Dies with the thread that calls this. OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid())],
+            env=_of_server(environment),
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Ahead(python, process, ours)
+
+
+@contextlib.contextmanager
+def begun_for(argv: Sequence[str]) -> Iterator[Ahead | None]:
+    """For a launcher with these arguments; None where it may need none, or where one can be started only later."""
+    begun = None
+    if not NOT_AHEAD & {*argv}:
+        with contextlib.suppress(OSError):
+            begun = ahead(os.environ.get("PYTHON_EXEC", sys.executable))
+    try:
+        yield begun
+    finally:
+        if begun is not None:
+            begun.end()
+
+
+def _of_server(environment: Mapping[str, str]) -> dict[str, str]:
+    made = {"PYTHONHASHSEED": HASH_SEED, **environment, **dict.fromkeys(THREAD_VARIABLES, "1")}
+    made["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return {name: value for name, value in made.items() if name not in OF_RANKS}
+
+
 class ForkServer:
     """Of one host. python: its interpreter. environment: of all ranks, without what differs between them.
 
-    job: what all hosts and generations of the job have in common. preload: modules that are imported before any fork,
-    once for the life of the job; path: where those of the script are. made: is told of the ranks that were, with their
-    processes. failed: is told why no process can be forked any more; impossible: why none can, however often that is
-    tried. Thread of the selector; the server dies with it.
+    preload: modules that are imported before any fork, once for the life of the job; path: where those of the script
+    are. made: is told of the ranks that were, with their processes. failed: is told why no process can be forked any
+    more; impossible: why none can, however often that is tried. Thread of the selector; the server dies with it.
     """
 
     def __init__(
@@ -52,18 +116,11 @@ class ForkServer:
         python: str,
         environment: Mapping[str, str],
         selector: selectors.BaseSelector,
-        job: str,
         preload: Sequence[str] = (),
         path: str = "",
     ) -> None:
         self._python, self._selector = python, selector
-        self._environment = {**environment, **dict.fromkeys(THREAD_VARIABLES, "1")}
-        for name in OF_RANKS:
-            self._environment.pop(name, None)
-        # Sets of strings have one order in all ranks of a job, and in all its generations.
-        seed = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4]) or 1
-        self._environment.setdefault("PYTHONHASHSEED", str(seed))
-        self._environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        self._environment = _of_server(environment)
         self._preload, self._path = [*preload], path
         self._left_out: list[str] = []
         self.made: Callable[[Mapping[int, int], str], None] = lambda pids, problem: None
@@ -89,27 +146,19 @@ class ForkServer:
         """0 where there is none."""
         return 0 if self._process is None else self._process.pid
 
-    def start(self) -> None:
-        """It imports what ranks need, from now on. OSError."""
-        ours, theirs = socket.socketpair()
-        modules = ",".join(self._preload), ",".join(self._left_out)
-        try:
-            self._process = subprocess.Popen(
-                [self._python, "-u", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), self._path, *modules],
-                env=self._environment,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        peer = f"the fork server (pid {self._process.pid})"
+    def start(self, begun: Ahead | None = None) -> None:
+        """It imports what ranks need, from now on. begun: one that does so already. OSError."""
+        if begun is None or begun.python != self._python:
+            begun = ahead(self._python, self._environment)
+        self._process = begun.process
+        with contextlib.suppress(OSError):  # this process may have raised its own since
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+        peer = f"the fork server (pid {self.pid})"
         self._ready = False
         self._link = Connection(
-            ours, self._selector, peer, lambda said: read(said, Importing | Made | Forked), self._hear
+            begun.link, self._selector, peer, lambda said: read(said, Importing | Made | Forked), self._hear
         )
+        self._link.tell(to_message(as_text(Preload(self._environment, [self._path, *self._preload], self._left_out))))
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""

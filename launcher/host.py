@@ -32,7 +32,7 @@ from lastwords.launcher.events import (
     Stop,
     Stopped,
 )
-from lastwords.launcher.forks import ForkServer
+from lastwords.launcher.forks import Ahead, ForkServer
 from lastwords.launcher.link import Complaints, Connection
 from lastwords.launcher.processes import (
     RankProcess,
@@ -179,7 +179,7 @@ CHANGED = "{} has been changed since it was loaded, and a job does not go on wit
 class Host:
     """Belongs to the thread that runs `selector`, whose keys' data are functions to call.
 
-    seats: by rank. report: takes what happens to this host's ranks; `obey` is the way back. forks: a fork server that
+    seats: by rank. report: takes what happens to this host's ranks; `obey` is the way back. begun: a fork server that
     has been started already.
     """
 
@@ -189,7 +189,7 @@ class Host:
         program: Program,
         selector: selectors.BaseSelector,
         report: Callable[[Event], None],
-        forks: ForkServer | None = None,
+        begun: Ahead | None = None,
     ) -> None:
         self.result: Stop | None = None
         self.failures: dict[int, tuple[int, Ended]] = {}
@@ -228,18 +228,16 @@ class Host:
         self._server, self._name = listening(len(seats))
         """Where the ranks of this host come to."""
         common = {**os.environ, **_common([seat.env for seat in seats.values()])}
-        job = common.get("TORCHELASTIC_RUN_ID", "")
-        self._forks = forks or ForkServer(
-            program.python, common, selector, job, program.preload, program.path_of(seats)
-        )
+        self._forks = ForkServer(program.python, common, selector, program.preload, program.path_of(seats))
+        self._begun = begun
         self._forks.made, self._forks.impossible = self._made, self._cannot_fork
         self._forks.failed = lambda why: self._lost(f"no rank can be forked: {why}")
 
     def begin(self) -> None:
         """Processes can be started from now on."""
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        if self._program.python and not self._forks.pid:
-            self._try("no fork server can be started", self._forks.start)
+        if self._program.python:
+            self._try("no fork server can be started", partial(self._forks.start, self._begun))
         for rank in self.seats:
             self._report(Ready(rank))
         self._collect_orphans()

@@ -23,7 +23,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -34,8 +34,8 @@ from lastwords.optim_wrapper.launch.reporter import PROTOCOL
 
 # What a fork server and its launcher say to each other; one message is one line (link.py, protocol.py).
 #
-# The server says `Importing` and `Made` first; `Forks` is answered by a `Forked` for each process, and one for what
-# has gone wrong.
+# The launcher says `Preload` first, which is answered by `Importing` and `Made`; `Forks` by a `Forked` for each
+# process, and one for what has gone wrong.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,32 @@ class Fork:
     cpus: Sequence[int] = ()
 
 
-def as_text(one: Fork) -> Fork:
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """What a fork server imports once torch is there. environment: of all ranks, without what differs between them.
+
+    argv: where the script's own modules are, and the modules to import, in this order. left_out: modules that cannot
+    be.
+    """
+
+    environment: Mapping[str, str]
+    argv: Sequence[str]
+    left_out: Sequence[str] = ()
+
+
+def as_text(one: OfSystem) -> OfSystem:
     """The same, as a message can say it: names and arguments of the system's may be no Unicode."""
     environment = {_text(name): _text(value) for name, value in one.environment.items()}
     return replace(one, environment=environment, argv=[*map(_text, one.argv)])
 
 
-def from_text(one: Fork) -> Fork:
+def from_text(one: OfSystem) -> OfSystem:
     """The inverse."""
     environment = {_native(name): _native(value) for name, value in one.environment.items()}
     return replace(one, environment=environment, argv=[*map(_native, one.argv)])
+
+
+OfSystem = TypeVar("OfSystem", Fork, Preload)
 
 
 def _text(native: str) -> str:

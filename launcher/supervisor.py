@@ -35,7 +35,7 @@ from lastwords.launcher.events import (
     Stopped,
     Updated,
 )
-from lastwords.launcher.forks import ForkServer
+from lastwords.launcher.forks import ahead
 from lastwords.launcher.host import Host, Program
 from lastwords.launcher.membership import WorkerMembership
 from lastwords.launcher.processes import RankSeat
@@ -95,8 +95,7 @@ class Supervisor:
         self._kill_s = math.inf
         """When its rank is, which has not ended; by its own time, as it may have been stopped with this process."""
         take_in_orphans()
-        forks = ForkServer(sys.executable, os.environ, selector, f"{cluster.address} {cluster.path}")
-        forks.start()  # it imports while this worker may have to wait for its scheduler
+        begun = ahead(sys.executable)  # it imports while this worker may have to wait for its scheduler
         self._membership = WorkerMembership(cluster, selector, self._obey, self._is_over)
         rank = self._membership.rank
         is_module = argv[0] == "-m"
@@ -108,7 +107,7 @@ class Supervisor:
         }
         self._seat = RankSeat(sys.executable, ("-u", *argv), environment, None, None, 0)
         program = Program(sys.executable, is_module, _threads(), dies_with_launcher=True)
-        self._host = Host({rank: self._seat}, program, selector, self._report, forks)
+        self._host = Host({rank: self._seat}, program, selector, self._report, begun)
 
     def run(self) -> int:
         """Its exit code."""

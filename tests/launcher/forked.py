@@ -57,7 +57,7 @@ class Forks:
         self.selector = selectors.DefaultSelector()
         self.environment = environment()
         self.environment["PYTHONPATH"] += f":{directory}"
-        self.server = ForkServer(python, self.environment, self.selector, "a job", preload, str(directory))
+        self.server = ForkServer(python, self.environment, self.selector, preload, str(directory))
         self.failures: list[str] = []
         self.server.made, self.server.failed = self._made, self.failures.append
         self.server.impossible = self.failures.append

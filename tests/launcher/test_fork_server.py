@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import re
+import resource
 import selectors
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from lastwords.checkpoint import load
 from lastwords.errors import FormatError
 from lastwords.launcher import fork_server, forks
-from lastwords.launcher.forks import DEATHS_MAX, ForkServer
+from lastwords.launcher.forks import DEATHS_MAX, Ahead, ForkServer, begun_for
 from lastwords.launcher.protocol import Fork, Forked, Made, read
 from lastwords.liveness.parents import MEANT_FOR_RANKS
 from lastwords.liveness.process_id import is_stopped
@@ -86,14 +87,19 @@ class Served:
     """A fork server, and why it has given up."""
 
     def __init__(
-        self, selector: selectors.BaseSelector, preload: Sequence[str], path: Path, wanted: Sequence[Fork] = ()
+        self,
+        selector: selectors.BaseSelector,
+        preload: Sequence[str],
+        path: Path,
+        wanted: Sequence[Fork] = (),
+        begun: Ahead | None = None,
     ) -> None:
         self.failures: list[str] = []
         self._selector = selector
-        self.server = ForkServer(sys.executable, environment(), selector, "a job", preload, str(path))
+        self.server = ForkServer(sys.executable, environment(OF_THE_JOB="yes"), selector, preload, str(path))
         self.server.failed = self.server.impossible = self.failures.append
         self.server.made = lambda pids, problem: self.failures.append(problem)
-        self.server.start()
+        self.server.start(begun)
         self.server.fork(wanted)
         while not self.failures and (wanted or not self.server._ready):
             for key, _ in selector.select(60):
@@ -158,6 +164,49 @@ def test_where_there_is_no_memory_for_the_first_fork_none_is_tried_again(
     served = Served(selector, [], tmp_path, [RANK_1])
     golden.says(served.failures)
     assert (served.server.supervise(), served.server.pid) == (None, 0)
+
+
+SEES = """
+import os, resource
+with open(__file__ + ".seen", "a") as file:
+    print(os.environ["OF_THE_JOB"], hash("text"), resource.getrlimit(resource.RLIMIT_NOFILE)[0], file=file)
+"""
+
+
+def test_one_that_has_begun_before_its_job_is_known_is_like_any_other(
+    tmp_path: Path, selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "BOOT", EMPTY)
+    (tmp_path / "sees.py").write_text(SEES)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    try:
+        with begun_for(["train.py"]) as begun:
+            assert begun is not None
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))  # as a launcher of many ranks raises it
+            served = Served(selector, ["sees"], tmp_path, begun=begun)
+            assert served.server.pid == begun.process.pid
+            served.server.end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    Served(selector, ["sees"], tmp_path).server.end()
+    first, second = (tmp_path / "sees.py.seen").read_text().splitlines()
+    assert first == second
+    assert first.split()[::2] == ["yes", str(soft)]
+
+
+def test_one_that_nobody_takes_ends_with_its_launcher_and_who_needs_none_gets_none(
+    tmp_path: Path, selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "BOOT", EMPTY)
+    with begun_for(["train.py"]) as begun:
+        assert begun is not None
+        other = Served(selector, [], tmp_path, begun=dataclasses.replace(begun, python="another interpreter"))
+        assert other.server.pid != begun.process.pid
+        other.server.end()
+    assert begun.process.returncode is not None
+    with begun_for(["--no-python", "train.sh"]) as none:
+        assert none is None
 
 
 def test_what_a_preloaded_module_sets_and_opens_is_each_forks_and_what_it_draws_is_not() -> None:

@@ -87,7 +87,7 @@ class Forks:
         self.asked: list[Sequence[Fork]] = []
         self.ended = False
 
-    def start(self) -> None:
+    def start(self, begun: object) -> None:
         pass
 
     def fork(self, forks: Sequence[Fork]) -> None:
@@ -112,7 +112,8 @@ class TestHost(Host):
         self.asked = Forks()
         seats = {rank: self.seat(rank) for rank in range(2)}
         program = Program(sys.executable, is_module=False, threads=3)
-        super().__init__(seats, program, selector, self.events.append, self.asked)  # type: ignore[arg-type]
+        with unittest.mock.patch.object(module, "ForkServer", return_value=self.asked):
+            super().__init__(seats, program, selector, self.events.append)
 
     def seat(self, rank: int) -> RankSeat:
         return RankSeat(sys.executable, ("-u", str(self.script), "--lr", "1"), {"RANK": str(rank)})

@@ -75,7 +75,7 @@ class Fake:
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     """A supervisor whose rank has not been started."""
-    for name in ("ForkServer", "WorkerMembership", "Host"):
+    for name in ("ahead", "WorkerMembership", "Host"):
         monkeypatch.setattr(module, name, Fake)
     monkeypatch.setattr(module, "take_in_orphans", lambda: None)
     return Supervisor(Cluster(WORKER, 2, "127.0.0.1", 8118, tmp_path, True), ["train.py"], selectors.DefaultSelector())
@@ -222,7 +222,8 @@ def test_a_rank_that_is_told_to_end_while_it_is_forked_ends_and_nobody_else(
     seat = RankSeat(sys.executable, ("-u", "train.py"), {})
     with selectors.DefaultSelector() as selector:
         program = Program(sys.executable, is_module=False, threads=1)
-        host = Host({1: seat}, program, selector, lambda _: None, forks)
+        monkeypatch.setattr("lastwords.launcher.host.ForkServer", lambda *_: forks)
+        host = Host({1: seat}, program, selector, lambda _: None)
         host.obey(Enter(0))
         with subprocess.Popen(["sleep", "1000"]) as child, monkeypatch.context() as patched:
             patched.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
