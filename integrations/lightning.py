@@ -284,6 +284,12 @@ class LastWords(pl.Callback):
             raise ConfigError(f"lastwords knows where one training loader stands, and there are {len(loaders)}")
         self._states()
         self._data.ahead = trainer.fit_loop._combined_loader.limits[0] == float("inf")
+        if self._data.ahead and self._tft is None:
+            raise ConfigError(
+                "configure_optimizers() asks for trainer.estimated_stepping_batches, so Lightning takes the first "
+                "batch of a loader without a length before anything is resumed: say max_epochs=-1, or ask for "
+                "trainer.max_steps, which is its answer for such a loader"
+            )
         self._data.stand_in(loaders[0])
         self._data.over = self._again and self._data.at_end  # without a length, a first batch is fetched at once
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lastwords import ConfigError, MismatchError
 
@@ -180,6 +180,31 @@ def test_a_fit_that_is_not_known_is_refused_before_its_first_step(
     with pytest.raises(ConfigError, match=word):
         pl_trainer(tmp_path, *before, **more).fit(module)
     assert not module.stepped
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(8, 4))
+
+
+class Asks(Module):
+    """How many steps there will be."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), 2)
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_an_estimate_of_steps_for_a_loader_without_a_length_is_refused(tmp_path: Path) -> None:
+    module = Asks()
+    with pytest.raises(ConfigError, match="estimated_stepping_batches"):
+        pl_trainer(tmp_path, max_epochs=2).fit(module)
+    assert not module.stepped
+    pl_trainer(tmp_path, max_epochs=-1).fit(module)
+    assert module.steps == 2
 
 
 def test_a_search_for_a_learning_rate_by_the_protected_trainer_is_refused(tmp_path: Path) -> None:
