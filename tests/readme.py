@@ -25,7 +25,7 @@ KILLED_AT = 13
 EPOCH_STEPS = 8
 
 IMPORTS = """
-import argparse, itertools, json, os, signal
+import itertools, json, os, signal
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
@@ -33,9 +33,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 """
 BEFORE = f"""
-parser = argparse.ArgumentParser()
-parser.add_argument("--is_recover", action="store_true")
-args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(1)
@@ -71,11 +68,6 @@ def script(diff: str, *, added: bool = True) -> str:
     """The diff's new side, or its old one, with the names that it leaves open, and a file that holds the end state."""
     dropped = "-" if added else "+"
     return IMPORTS + BEFORE + "\n".join(line[1:] for line in diff.splitlines() if line[0] != dropped) + AFTER
-
-
-def healed_script(diff: str) -> str:
-    """The new side as docs/running.md asks for it: each time it resumes if there is something to resume."""
-    return script(diff).replace("if args.is_recover", "if True").replace("tft.resume()", "tft.resume(missing_ok=True)")
 
 
 CONTAINED = """
@@ -116,12 +108,12 @@ class Ended:
         return Ended(self.states, self.losses - RANKS * (KILLED_AT - 1))
 
 
-def trained(launcher: Sequence[str | Path], text: str, folder: Path, env: Mapping[str, str], *arguments: str) -> Ended:
+def trained(launcher: Sequence[str | Path], text: str, folder: Path, env: Mapping[str, str]) -> Ended:
     """Run the script in the folder under a launcher like torchrun; only under `lastwords run` its victim is killed."""
     (folder / "train.py").write_text(text)
     if launcher[-1] != "run":
         (folder / "killed").touch()
-    command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", "train.py", *arguments]
+    command = [*launcher, "--standalone", f"--nproc-per-node={RANKS}", "train.py"]
     done = run(command, folder, env)
     assert done.returncode == 0, done.stdout
     assert (folder / "killed").exists(), done.stdout
@@ -129,12 +121,12 @@ def trained(launcher: Sequence[str | Path], text: str, folder: Path, env: Mappin
 
 
 def resumed(launcher: Sequence[str | Path], text: str, folder: Path, env: Mapping[str, str]) -> Ended:
-    """Run the script until its victim is killed, and again with the flag that resumes."""
+    """Run the script until its victim is killed, and again."""
     (folder / "train.py").write_text(text)
     died = run([*launcher, "--standalone", f"--nproc-per-node={RANKS}", "train.py"], folder, env)
     assert died.returncode != 0, died.stdout
     assert (folder / "killed").exists(), died.stdout
-    return trained(launcher, text, folder, env, "--is_recover")
+    return trained(launcher, text, folder, env)
 
 
 def losses(said: str) -> int:

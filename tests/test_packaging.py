@@ -269,7 +269,7 @@ def test_the_wheel_in_a_new_environment_trains_heals_resumes_and_inspects(instal
     resumed = readme.resumed([installed / "torchrun"], script, folders[1], environment)
     assert resumed == before.after_the_kill()
     assert (folders[1] / "from").read_text().startswith(str(installed.parent))
-    healed = readme.trained([installed / "lastwords", "run"], readme.healed_script(DIFF), folders[2], environment)
+    healed = readme.trained([installed / "lastwords", "run"], readme.script(DIFF), folders[2], environment)
     assert healed.states == before.states
     for folder in folders[1:]:
         inspected = readme.run([installed / "lastwords", "inspect", "ttp_checkpoints"], folder, environment)
