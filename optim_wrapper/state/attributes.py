@@ -35,13 +35,14 @@ from lastwords.optim_wrapper.state.object_walk import (
     GONE,
     LARGE_ARRAY,
     VALUE_BYTES_MAX,
+    VARIABLES,
     AttributesOf,
     Walk,
     own_of,
     variables,
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
-from lastwords.optim_wrapper.state.putting import Putting, is_of_variables
+from lastwords.optim_wrapper.state.putting import Putting
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes, version_of
 from lastwords.optim_wrapper.tensors.tensor_tree import (
@@ -475,7 +476,7 @@ class Attributes:
 
     def put_where_it_is(self, saved: SavedAttributes) -> tuple[list[str], list[str]]:
         """Put back what functions' variables lead to: why that is not exact, and what they do not lead to by now."""
-        variables = {path: keys for path, keys in saved.items() if is_of_variables(path)}
+        variables = {path: keys for path, keys in saved.items() if VARIABLES in path}
         if not variables:
             return [], []
         there = self._new_walk().objects
@@ -581,7 +582,7 @@ def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:
 
 def _is_of_the_loop(path: str) -> bool:
     """Whether it is known where the loop begins, and no earlier: what the loader has, and what variables hold."""
-    return path.partition(".")[0] == LOADER or is_of_variables(path)
+    return path.partition(".")[0] == LOADER or VARIABLES in path
 
 
 def _by_path(names: Iterable[_Name]) -> dict[str, dict[str, StoredValue]]:

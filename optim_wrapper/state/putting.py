@@ -78,7 +78,7 @@ class Putting:
                 return home != "" and not _is_inside(home, here)
 
             own[key] = self._overwriting.into(live, whole, is_foreign)
-            if own[key] is not live and is_of_variables(path) and self._walk.is_root(path):
+            if own[key] is not live and VARIABLES in path and self._walk.is_root(path):
                 self.reasons.append(f"{here} is another object by now: a variable cannot be set from outside")
             self._walk.see(path, key)
 
@@ -178,11 +178,6 @@ def _class_of(live: Any, name: str) -> Any:
     for part in called.split("."):
         found = getattr(found, "__dict__", {}).get(part)
     return found
-
-
-def is_of_variables(path: str) -> bool:
-    """Whether it leads from what a function's variables hold."""
-    return VARIABLES in path
 
 
 def _is_inside(path: str, cell: str) -> bool:
