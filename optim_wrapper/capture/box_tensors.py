@@ -63,6 +63,12 @@ def form_of(tensor: torch.Tensor) -> Form:
     return tensor.shape, tensor.dtype
 
 
+def stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
+    """Element type and shape of a region that holds this rank's part of a tensor."""
+    local = local_of(tensor)
+    return region_dtype(local.dtype), tuple(local.shape)
+
+
 def unstorable(tensor: torch.Tensor) -> str:
     """Why a tensor, or the part of one on this rank, can be in no black box; or nothing."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta":

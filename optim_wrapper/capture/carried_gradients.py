@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from lastwords.errors import MismatchError
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, tensor_of, unstorable
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, stored_form, tensor_of, unstorable
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.tensor_tree import put_gradient
 from lastwords.optim_wrapper.wrapper import stands_in
@@ -325,9 +325,7 @@ class _Live:
 
 
 def _fits(parameter: torch.Tensor | None, saved: RegionCopy) -> bool:
-    local = None if parameter is None else local_of(parameter)
-    form = None if local is None else (region_dtype(local.dtype), tuple(local.shape))
-    return form == (saved.dtype, tuple(saved.shape))
+    return parameter is not None and stored_form(parameter) == (saved.dtype, tuple(saved.shape))
 
 
 def _gradients_in(regions: Mapping[str, RegionCopy]) -> dict[str, RegionCopy]:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords import clock
 from lastwords.checkpoint.meta import Marks
 from lastwords.errors import MismatchError, some
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, tensor_of
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, stored_form, tensor_of
 from lastwords.optim_wrapper.capture.device_copies import DeviceMark, DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.joined_optimizer import with_state
@@ -309,7 +309,7 @@ class BoundaryCopies:
         different = {
             name.name: f"saved {copy.dtype} {tuple(copy.shape)}, here {form}"
             for name, copy in saved.items()
-            if (form := _stored_form(self._live[name])) != (copy.dtype, tuple(copy.shape))
+            if (form := stored_form(self._live[name])) != (copy.dtype, tuple(copy.shape))
         }
         if different:
             raise MismatchError(f"saved parameters do not match this model: {different}", different=different)
@@ -324,11 +324,6 @@ def names_in(regions: Iterable[str]) -> list[StateName]:
     [StateName(kind='model', name='k.weight', key=None)]
     """
     return [StateName("model", name.removeprefix(PREFIX)) for name in regions if name.startswith(PREFIX)]
-
-
-def _stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
-    local = local_of(tensor)
-    return region_dtype(local.dtype), tuple(local.shape)
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
