@@ -31,7 +31,7 @@ from lastwords.optim_wrapper.state.attributes import Attributes, names_in
 from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
 from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ, plain_part
 from lastwords.optim_wrapper.state.rank_units import RankUnits
-from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, bytes_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, bytes_of, extent_of, staged_bytes
 from lastwords.processor.box_layout import BoxReader, HeldFiles, SlotCopy, SlotKind
 from lastwords.processor.recurrence import Late, about_to_change
 from lastwords.processor.saver import Position
@@ -98,7 +98,7 @@ class DeviceReader:
         if plain.device.type == "cpu" or plain.is_conj() or plain.is_neg():  # lazy ones: no parameter is, nor its state
             return staged_bytes(tensor)
         # Elements are copied in the order in which they lie in memory: to reorder them takes memory on the device.
-        span, stream = _span(plain), self._stream_of(plain.device)
+        span, stream = extent_of(plain), self._stream_of(plain.device)
         memory = torch.empty(span, dtype=plain.dtype)
         with self.aside():
             flat = plain.as_strided((span,), (1,), plain.storage_offset()).view(torch.uint8)
@@ -126,13 +126,6 @@ class DeviceReader:
             arrived = buffer, here
         if arrived is not None:
             arrived[1].copy_(arrived[0])
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last one of a strided tensor, those between them that are not its own included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def reader_for(tensors: Iterable[torch.Tensor]) -> DeviceReader:

@@ -21,6 +21,7 @@ from lastwords.checkpoint.meta import Tree
 from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.joined_optimizer import nested_in, state_of
 from lastwords.optim_wrapper.state.plain_values import copy_groups
+from lastwords.optim_wrapper.tensors.tensor_bytes import extent_of
 from lastwords.optim_wrapper.tensors.tensor_tree import NamedTensor, copied, differ, leaves_of, take_apart
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.sharding import zero
@@ -103,10 +104,9 @@ def _place_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     local = local_of(tensor)
     if local.layout is not torch.strided or not local.numel() or local.device.type == "meta":
         return None
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
     begin = local.data_ptr()
     form = tuple(local.shape), local.stride(), str(local.dtype), str(local.device)
-    return (begin, begin + extent * local.element_size(), *form) if begin else None
+    return (begin, begin + extent_of(local) * local.element_size(), *form) if begin else None
 
 
 def _unshared(tree: Tree, path: str) -> Tree:

@@ -155,12 +155,19 @@ def memory_of(value: Any) -> int:
     return local.untyped_storage().data_ptr() if local.nbytes else 0
 
 
+def extent_of(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one of a strided tensor, those between them that are not its own included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _without_memory(plain: torch.Tensor) -> str:
     """Whether a tensor's storage has been freed (resized to less) behind it: reading it would end the process."""
     there = plain.untyped_storage().nbytes()
     if there >= plain.nbytes and plain.is_contiguous() and not plain.storage_offset():
         return ""
-    last = plain.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
+    last = plain.storage_offset() + extent_of(plain)
     if not plain.numel() or there >= last * plain.element_size():
         return ""
     return f"has a storage of {there} bytes now and no content; resize it back before the step ends"
