@@ -84,8 +84,8 @@ def spec_of(name: str, tensor: torch.Tensor, box: ShardBox | None = None) -> Ten
     return TensorSpec(name, code or "U8", (*shape, *more), (*whole, *more), (*offsets, *(0 for _ in more)))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype without "torch.".
+def dtype_name(dtype: torch.dtype | torch.layout | torch.memory_format) -> str:
+    """Name of a dtype, a layout or a memory format, without "torch.".
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'

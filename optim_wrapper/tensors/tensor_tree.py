@@ -468,7 +468,7 @@ def _of_sparse(tensor: torch.Tensor) -> Parts | None:
     inside = [getattr(tensor, name)() for name in names]
     if tensor.layout is torch.sparse_coo:
         return "sparse_coo", [[*tensor.shape], tensor.is_coalesced()], inside
-    return "sparse_compressed", [[*tensor.shape], _name_of(tensor.layout)], inside
+    return "sparse_compressed", [[*tensor.shape], dtype_name(tensor.layout)], inside
 
 
 def _coo(about: Any, inside: Sequence[Any]) -> torch.Tensor:
@@ -508,10 +508,6 @@ def _generator(about: Any, inside: Sequence[Any]) -> torch.Generator:
     return made
 
 
-def _name_of(one: Any) -> str:
-    return str(one).removeprefix("torch.")
-
-
 def _named(kind: type[Any]) -> Callable[[Any, Sequence[Any]], Any]:
     def named(about: Any, inside: Sequence[Any]) -> Any:
         found = getattr(torch, str(about))
@@ -545,7 +541,7 @@ _KINDS: tuple[tuple[str, Any, Any, Callable[[Any, Sequence[Any]], Any]], ...] = 
     ("generator", torch.Generator, lambda value: (_device_name(value.device), [value.get_state()]), _generator),
     ("device", torch.device, lambda value: (_device_name(value), []), _device),
     ("size", torch.Size, lambda value: ([*value], []), lambda about, inside: torch.Size(about)),
-    *((kind.__name__, kind, lambda value: (_name_of(value), []), _named(kind)) for kind in _NAMES),
+    *((kind.__name__, kind, lambda value: (dtype_name(value), []), _named(kind)) for kind in _NAMES),
 )
 """Name; type, and how a value of it is taken apart (None: see `parts_of`); how it is made again of these parts."""
 _BY_TYPE = {kind[1]: kind for kind in _KINDS if kind[1] is not None}
