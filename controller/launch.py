@@ -70,7 +70,7 @@ class ControllerHandle:
             return None
 
 
-def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float = READY_TIMEOUT_S) -> ControllerHandle:
+def start_controller(spec: ControllerSpec, token: str) -> ControllerHandle:
     """Start the controller of a job; returns once it listens, and every rank may connect. Port 0: any free one.
 
     Waits for a controller of the incident before, on the same address (see `handover`) or in the same directory
@@ -83,7 +83,7 @@ def start_controller(spec: ControllerSpec, token: str, *, ready_timeout_s: float
     os.close(process_id.open_pidfd(os.getpid()))
     handover.await_address(spec.ip, spec.port)
     handover.await_publications(spec)
-    return _start(spec, spec.to_json(), token, ready_timeout_s)
+    return _start(spec, spec.to_json(), token)
 
 
 def start_successor(path: Path, *, by_hand: bool = False) -> ControllerHandle:
@@ -92,10 +92,10 @@ def start_successor(path: Path, *, by_hand: bool = False) -> ControllerHandle:
     Raises as `handover.read`, BusyError if there is a controller, ConfigError where it should not be started, and
     UnavailableError if it does not come up.
     """
-    return _start(handover.read(path).spec, str(path), "", READY_TIMEOUT_S, *(["--by-hand"] if by_hand else []))
+    return _start(handover.read(path).spec, str(path), "", *(["--by-hand"] if by_hand else []))
 
 
-def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: float, *more: str) -> ControllerHandle:
+def _start(spec: ControllerSpec, argument: str, token: str, *more: str) -> ControllerHandle:
     log_path = spec.log_path
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
             )
             pid = process.pid
         who = ProcessId("", pid, 0, "")
-        answer = _await_answer(ready, ready_timeout_s, pid) or {"ended": ending_text(process_id.exit_code(who))}
+        answer = _await_answer(ready, pid) or {"ended": ending_text(process_id.exit_code(who))}
     except OSError as error:
         raise UnavailableError(f"cannot start the controller's process: {error}") from error
     finally:
@@ -141,7 +141,7 @@ def _start(spec: ControllerSpec, argument: str, token: str, ready_timeout_s: flo
         process.kill()
         process.wait()
     if not isinstance(port := answer.get("port"), int):
-        raise _failure(answer, log_path, ready_timeout_s)
+        raise _failure(answer, log_path)
     _log.info("controller of job %s is process %d, its log is %s", spec.job, pid, log_path)
     return ControllerHandle(pid, port, log_path, process)
 
@@ -154,9 +154,9 @@ def _environment(token: str) -> dict[str, str]:
     return finding_lastwords(environment)
 
 
-def _await_answer(fd: int, timeout_s: float, pid: int) -> dict[str, object]:
+def _await_answer(fd: int, pid: int) -> dict[str, object]:
     """First line that comes through the pipe, as JSON; {} if the process `pid` ends before."""
-    deadline_mono_s = clock.mono_s() + timeout_s
+    deadline_mono_s = clock.mono_s() + READY_TIMEOUT_S
     received = b""
     with contextlib.ExitStack() as stack:
         try:
@@ -181,14 +181,14 @@ def _await_answer(fd: int, timeout_s: float, pid: int) -> dict[str, object]:
         return {}
 
 
-def _failure(answer: dict[str, object], log_path: Path, timeout_s: float) -> LastWordsError:
+def _failure(answer: dict[str, object], log_path: Path) -> LastWordsError:
     message = answer.get("message")
     if answer.get("error") == "config":
         return ConfigError(str(message))
     if answer.get("error") == "busy":
         return BusyError(str(message))
     if answer.get("silent"):
-        message = f"it did not serve within {timeout_s:g} s"
+        message = f"it did not serve within {READY_TIMEOUT_S:g} s"
     elif message is None:
         how = answer.get("ended")
         message = f"it ended at once ({how})" if how else "it ended at once"

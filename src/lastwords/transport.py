@@ -59,10 +59,10 @@ def _common_options(keepalive: Keepalive) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options(keepalive: Keepalive = CLIENT_KEEPALIVE) -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, int]]:
     """Options of a rank's channel: no proxy, no sharing of connections, connection attempts without gRPC's back-off."""
     return [
-        *_common_options(keepalive),
+        *_common_options(CLIENT_KEEPALIVE),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
