@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="lastwords",
-        description="Inspects checkpoints of lastwords and running controllers.",
+        description="Runs jobs that go on after a failure; shows, moves and removes their checkpoints.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -145,7 +145,6 @@ def build_parser() -> argparse.ArgumentParser:
     worker.add_argument("arguments", nargs=argparse.REMAINDER)
     bare("scheduler", "run the scheduler of a dynamic cluster, which the environment describes: docs/cluster.md")
     retention_commands.add_parsers(bare)
-    retention_commands.add_parser(bare)
     interop_commands.add_parsers(bare)
     transform_command.add_parser(bare)
     return parser

@@ -33,7 +33,7 @@ Add = Callable[[str, str], argparse.ArgumentParser]
 
 
 def add_parsers(add: Add) -> None:
-    """Adds both commands; `add(name, what)` makes a parser without arguments."""
+    """Adds the commands; `add(name, what)` makes a parser without arguments."""
     ls = add("ls", "list the checkpoints in PATH, newest first")
     prune = add("prune", "remove old checkpoints, never the newest, nor one that is being read: docs/operating.md")
     for command in (ls, prune):
@@ -48,6 +48,15 @@ def add_parsers(add: Add) -> None:
     prune.add_argument("--job", action="append", metavar="JOB", help="whose; needed if there are several jobs")
     prune.add_argument("--not-uploaded", action="store_true", help="remove what has not been uploaded yet, too")
     prune.add_argument("--dry-run", action="store_true", help="remove nothing; show what would go")
+    upload = add("upload", "upload the complete checkpoints in PATH to a remote store: docs/running.md")
+    upload.add_argument("path", type=Path, metavar="PATH", help="the directory that holds the checkpoints")
+    upload.add_argument("url", type=address_of, metavar="URL", help="a directory in a store, such as s3://bucket/job")
+    upload.add_argument("--job", help="only checkpoints of this job")
+    upload.add_argument("--fallback", type=Path, metavar="DIR", help="a second directory that holds checkpoints")
+    how = upload.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="go on with new ones until standard input ends")
+    how.add_argument("--verify", action="store_true", help="read all that is there, and send again what is damaged")
+    upload.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def listed(root: Path, *, as_json: bool) -> ExitCode:
@@ -224,19 +233,6 @@ def _positive(text: str) -> int:
 
 _NICE = 10
 """Training goes first."""
-
-
-def add_parser(add: Add) -> None:
-    """Adds the command; `add(name, what)` makes a parser without arguments."""
-    upload = add("upload", "upload the complete checkpoints in DIR to a remote store: docs/running.md")
-    upload.add_argument("path", type=Path, metavar="DIR", help="the directory that holds the checkpoints")
-    upload.add_argument("url", type=address_of, metavar="URL", help="a directory in a store, such as s3://bucket/job")
-    upload.add_argument("--job", help="only checkpoints of this job")
-    upload.add_argument("--fallback", type=Path, metavar="DIR", help="a second directory that holds checkpoints")
-    how = upload.add_mutually_exclusive_group()
-    how.add_argument("--follow", action="store_true", help="go on with new ones until standard input ends")
-    how.add_argument("--verify", action="store_true", help="read all that is there, and send again what is damaged")
-    upload.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def upload(arguments: argparse.Namespace) -> ExitCode:
