@@ -114,7 +114,7 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     """Newest complete checkpoint in `root` (of `job`, if given); None if there is none.
 
     Newer ones that are damaged are skipped with a warning, never those that could not be read: see `newest`, and
-    `newest_first` for what newest means. Of a large checkpoint no more is looked at than `manifest.glanced` does.
+    `newest_first` for what newest means. Of a large checkpoint no more is looked at than `glance` does.
     """
     return newest([root], None if job is None else (job,), os)
 
@@ -127,7 +127,7 @@ def newest(
     every_file: bool = False,
     passed_over: Collection[Path] = (),
 ) -> Path | None:
-    """As `latest`, in several directories at once, of any of `jobs`, none of `passed_over`. every_file: see `glanced`.
+    """As `latest`, in several directories at once, of any of `jobs`, none of `passed_over`. every_file: see `glance`.
 
     What a file system does not let it read may be the newest. It is asked again (system.PAUSES_S); then
     StorageError names it: to take an older one would throw work away.
@@ -168,10 +168,7 @@ def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, eve
 
 
 def glance_or_examine(path: Path, os: Os, every_file: bool = False) -> tuple[Found, Claimed | None]:
-    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `manifest.glanced` looks at.
-
-    every_file: see `manifest.glanced`.
-    """
+    """As `examine`, with what the manifest says of itself; of a large checkpoint only what `glance` looks at."""
     try:
         claimed = glance(path, os, every_file=every_file)
         if claimed is not None:

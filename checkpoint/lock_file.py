@@ -175,7 +175,7 @@ class ReaderLock:
 
 
 def is_at(path: Path, fd: int, os: Os) -> bool:
-    """As `lock_file.has_name`, by a look-up: a reader may have no descriptor left."""
+    """As `has_name`, by a look-up: a reader may have no descriptor left."""
     try:
         return os.stamp(path)[:2] == os.stamp(fd)[:2]
     except (FileNotFoundError, NotADirectoryError):

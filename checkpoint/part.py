@@ -1,4 +1,4 @@
-"""One writer's share of a checkpoint: a .ckpt file and the part.json that describes it."""
+"""One writer's part of a checkpoint: a .ckpt file and the part.json that describes it."""
 
 from __future__ import annotations
 
@@ -566,7 +566,7 @@ def read_part_head(rank_dir: Path, os: Os = REAL_OS) -> PartHead:
 # The tables of a large checkpoint, which stay in its writers' part.json and are read when somebody asks for them.
 #
 # What a reader needs to choose a checkpoint, and to find who wrote what, stands in the manifest. The rest is looked up
-# here, a writer's part at a time, and held against the manifest: whoever reads one rank's share opens one rank's
+# here, a writer's part at a time, and held against the manifest: whoever reads one rank's part opens one rank's
 # files.
 
 K = TypeVar("K")

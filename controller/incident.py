@@ -1,7 +1,7 @@
 """One incident, from the first suspicion to a verdict: freeze, settle, select, save, verify, publish.
 
 The core feeds it what concerns it and looks at `verdict` after each event. It never looks back: once ranks have been
-told what to write (`selected`), there is no way to `IncidentResumed` any more.
+told what to write (`_selected`), there is no way to `IncidentResumed` any more.
 """
 
 from __future__ import annotations

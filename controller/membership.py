@@ -60,7 +60,7 @@ def signal_text(signal_number: int) -> str:
 
 
 class Causes:
-    """Why an incident is on: rank -> words. Deaths, exceptions and signals are kept apart by `is_signal`."""
+    """Why an incident is on: rank -> words. Signals count as long as nothing else has happened."""
 
     def __init__(self) -> None:
         self._words: dict[int, str] = {}

@@ -4,8 +4,7 @@ A large unit is shared out among those of its holders that stand at the end of t
 how many shares it is cut stays as it is while one of them is kept; who drops out leaves its share to another holder.
 
 `select` returns a `Decision` or a `NoDecision`, each with its reason in words. The same input gives the same
-answer: everything is sorted before it is chosen from. The values and their words are in
-`lastwords.controller.selection`.
+answer: everything is sorted before it is chosen from.
 """
 
 from __future__ import annotations

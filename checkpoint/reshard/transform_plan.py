@@ -289,7 +289,7 @@ _ALIGN_BYTES = 64
 
 
 class Streamed:
-    """Sources of bytes for `write_part` or `write_rank_file`, which call each once, in the order of the file.
+    """Sources of bytes for whoever writes a file and calls each once, in the order of the file.
 
     owners: what each unit (or the one file) has. `tensors` are for the writer as they are, one list for each of them.
     One piece of memory is used for all tensors again and again.

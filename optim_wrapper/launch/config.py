@@ -24,11 +24,10 @@ from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
 from lastwords.optim_wrapper.launch.reporter import AUTO, LAUNCHER
 from lastwords.processor.core import ProcessorOptions
 
-# The switch of the upstream system, `MS_ENABLE_TFT='{TTP:1}'`: whether last words are on.
-
 _log = logging.getLogger(__name__)
 
 VARIABLE = "MS_ENABLE_TFT"
+"""The switch of the upstream system: whether last words are on."""
 RIGHT_FORM = "{TTP:1} (on) or {TTP:0} (off)"
 IGNORED_KEYS = ("UCE", "ARF", "TSP", "HCCE", "RSC")
 """Keys that the upstream system knows beside TTP. Nothing here answers to them."""

@@ -320,8 +320,8 @@ class TFTRegister:
         steps: after each global step that is a multiple. seconds: so long after the one before. keep: so many of the
         newest remain (5), all with 0; keep_per_minutes: instead, one in so many minutes. Last words are not counted,
         and stay. config: instead of these, in MindSpore's words. Each rank copies its part between two steps, which
-        takes host memory of that size, and trains on while a thread writes it. One that becomes due while the one
-        before is being written is left out. Nothing that fails here stops the training. Raises ConfigError for what
+        takes host memory of that size, and trains on while a thread writes it. One that falls due by steps while
+        another is being written is left out. Nothing that fails here stops the training. Raises ConfigError for what
         cannot be meant, and at a second call, which would silently replace the first.
         """
         run = self._started("every")
