@@ -84,10 +84,10 @@ class Periodic:
         self.order_next()
 
     def want(self, after_step: int) -> None:
-        """One is wanted beside those that are due, of a step after `after_step`. One of a later step makes way for it.
+        """A checkpoint of a step after `after_step` is wanted, scheduled or not; an order for a later one yields.
 
-        One that is of such a step, and no later, is what is wanted, and so is that of the last step once all have left:
-        ranks may ask all at once, and do so repeatedly, also when it is published."""
+        An order under way is enough if it is of such a step and no later, or of the last one once all have left: ranks
+        may ask all at once, and go on asking when it is published."""
         if after_step < self._newest_step:
             return
         self._ended = max(self._ended, after_step)

@@ -444,7 +444,7 @@ def _teller(record: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
 
 
 def finding_lastwords(environ: Mapping[str, str]) -> dict[str, str]:
-    """For a new process: a script may have found lastwords through a path that its own process knows only."""
+    """So that a new process can import lastwords, which a script may have found by a sys.path of its own."""
     environment = dict(environ)
     home = str(Path(lastwords.__file__).resolve().parent.parent)
     if home not in (*site.getsitepackages(), site.getusersitepackages()):

@@ -8,9 +8,9 @@ begins, and whoever resumes finds the checkpoint of n complete. Where another la
 first (`Keep`), and as long as that fails all wait. (A generation in the checkpoint directory is a start that the ranks
 have agreed on with their controller: at most one for each of these.)
 
-What one rank has said may be heard after the end of another. So that one is looked after says so for all that have come
-as far: a controller serves once all have registered. And whether all loops have come to their end, or it is of no use
-to begin again, is decided once every process has ended, and with it all that it had said is known.
+Messages of one rank may arrive after the end of another. So one rank that a controller looks after stands for all that
+have come as far, since a controller serves only once all have registered. Whether all loops have ended, or another
+generation would be of no use, is decided when every process has ended, and everything that they said has arrived.
 
 What goes wrong again and again ends in `Stop`. So does a failure before anything was protected, or after a training
 loop has come to its end, since to begin again would be to train again; one of a loop that does not resume; and one

@@ -182,9 +182,9 @@ class Whereabouts:
         self._found = ("", "")
 
     def places(self, stand: Stand, now_s: float) -> tuple[str, str]:
-        """File and line where it has been since `STILL_S` or longer; else "".
+        """(place, "") of a thread that has been in a collective or a backward pass for `STILL_S` or longer.
 
-        The first one if that is in a collective or a backward pass, the second one if it is in anything else.
+        ("", place) if it has been in anything else, ("", "") if it moves. A place is a file and a line of the user's.
         """
         if stand != self._stand:
             self._stand, self._look_at_s, self._found = stand, now_s + STILL_S, ("", "")
@@ -548,8 +548,7 @@ class Agent:
                 self._condition.notify_all()
 
     def _say_goodbye(self) -> None:
-        """After the last one the controller removes what has not become a checkpoint, and ends: what a writer makes
-        from then on would stay."""
+        """Once nothing is being written: after the last goodbye the controller removes unfinished files, and ends."""
         if self._goodbye is not None and not self._writers.busy:
             goodbye, self._goodbye = self._goodbye, None
             self.report(goodbye)

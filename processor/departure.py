@@ -50,8 +50,8 @@ USERS_S = 1.0
 """How long what the user has given to `TFTRegister.on_leave` may take, in all."""
 
 FLUSH_S, FLUSHES_MAX = 2.0, 5
-"""How long flushing may take at the end (a terminal or a log takes some milliseconds), and how often as long again if
-it goes on, on a machine that has no time for it."""
+"""How long flushing may take at the end (a terminal or a log takes some milliseconds), and how many such periods it
+may have while it makes progress, on a busy machine."""
 
 LOOK_UP_S = 5.0
 """How long a rank without a controller looks for the record of how its job has ended; a file system may hang."""

@@ -42,10 +42,9 @@ from lastwords.torch_private import foreach_copy
 # State that the loop takes out of the optimizer between two updates, to save memory, and puts back for the next.
 #
 # If a rank dies in between, the optimizer's state is not all there. What was taken out after the end of a step is
-# known to the witness, and is saved as if it were in its place, as long as nobody has written to it. What is out when
-# a step ends cannot be told from what the loop has thrown away; it is named until the next update, and from then on if
-# it has come back by then. If it has not, the loop throws state away, and what is saved of such a step's end is as it
-# was.
+# known to the witness, and is saved as if it were in its place, as long as nobody has written to it. What is missing
+# when a step ends may be back for the next update or gone for good. Until then it is reported; if it is back by then,
+# it is reported at each later end of a step; if not, the loop throws state away, and what is saved is complete.
 
 Lent = dict[Any, dict[Any, Any] | None]
 """Parameter -> what its state lacks; None: it is not worth saving."""
@@ -160,8 +159,8 @@ def _is_empty(tensor: torch.Tensor) -> bool:
 _log = logging.getLogger(__name__)
 
 BOX_EACH_BYTES_MAX, BOX_BYTES_MAX = 1 << 20, 16 << 20
-"""Of one parameter, and of all: what goes into the black box, which has room for four copies. More is kept in host
-memory only, and taken to be the same on every rank; that it is shows in the words that are looked at of it."""
+"""Limits of one parameter, and of all, in the black box, which has room for four copies. Larger ones are kept in host
+memory only, and assumed to be the same on every rank, which the checksum of their sampled words confirms."""
 
 MUCH_BYTES = 64 << 20
 """From here on the first line about copies is a warning."""

@@ -60,7 +60,7 @@ OBJECTS_MAX = 20_000
 """Objects and containers; the walk ends there."""
 
 ITEMS_MAX, ALL_ITEMS_MAX = 1000, 200_000
-"""A container with more items is told by their number and by some of them, and so is each once there were so many."""
+"""Of a container with more items, and of every container after so many in all, their number and some are compared."""
 
 VALUE_BYTES_MAX = 64 << 10
 """Of one attribute; what is larger is told by its form."""

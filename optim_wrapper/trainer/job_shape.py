@@ -32,10 +32,9 @@ class Options:
     gate: "auto" makes a gate where one is needed; "existing" says that the loop has a collective of its own with the
     gate's property (every rank enters it when its gradients are final, and no rank updates before all have).
     verify_every: compare the replicas every so many steps, 0: only when the loop begins; and look then at all bytes for
-    what changes outside of updates. copy: "auto"
-    copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies everything,
-    beside the next step's computation, and does so always with LBFGS; "now" copies it within the step's end; a number
-    copies it beside the computation, after so many steps each. False copies nothing, and what has changed so is named.
+    what changes outside of updates. copy: "auto" copies, at each step's end, what has been seen to change outside of
+    `optimizer.step()`; True copies everything while the next step is computed, as always with LBFGS; "now" within the
+    step's end; a number is True for every so many steps. False copies nothing, and reports such changes.
     forget, variables: see `TFTRegister`.
     """
 
@@ -75,7 +74,7 @@ class Options:
 
 
 def settings_of(config: Config, options: Options, optimizers: int, world_size: int) -> dict[str, Any]:
-    """What all ranks of a job have to have been told alike."""
+    """Settings that must be equal on all ranks of a job."""
     names = ("ctrl_rank_id", "ctrl_ip", "ctrl_port", "ckpt_save_path", "fallback_path", "data", "job")
     given = {name: getattr(config, name) for name in names}
     written = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}

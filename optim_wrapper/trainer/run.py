@@ -50,10 +50,10 @@ _log = logging.getLogger(__name__)
 _BESIDE_SHOWN = 6
 
 SPOILT_S = 10.0
-"""How much later than this one other ranks may come to the end of a step that is refused, before an incident begins.
+"""How long a rank that refuses the end of a step waits for the others to refuse it, too, before an incident begins.
 
-One that has not come by then could save it. Longer than a log or an evaluation takes that one rank alone makes; shorter
-than a launcher waits for the end of a rank.
+A rank that has not refused it by then could save that step. Longer than a log or an evaluation on one rank takes,
+shorter than a launcher waits for the end of a rank.
 """
 
 
