@@ -287,8 +287,8 @@ def remove(directory: RemotePath, said: Claimed, store: Store) -> None:
 # From where a run goes on, if there is a remote store beside its directories.
 
 
-def local_of(sources: Sequence[Path]) -> list[Path]:
-    """Without the remote ones."""
+def local_roots(sources: Sequence[Path]) -> list[Path]:
+    """The directories among them, without the remote stores."""
     return [path for path in sources if not isinstance(path, RemotePath)]
 
 

@@ -20,7 +20,7 @@ from lastwords.checkpoint.load import Stamp, damage_told_from_replacement, stamp
 from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.meta import COMMITTED, TENTATIVE, groups_of
 from lastwords.checkpoint.remote.store import RemotePath, address_of, os_for, place
-from lastwords.checkpoint.remote.transfer import fetched, local_of
+from lastwords.checkpoint.remote.transfer import fetched, local_roots
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.clock import mono_s
 from lastwords.errors import (
@@ -96,7 +96,7 @@ def open_chosen(
                 return None
             if attempt == 1:
                 continue  # it may have been published just now
-            raise ConfigError(f"rank 0 finds no checkpoint in {local_of(roots)[0]}, and {seen}. {_SHARE_THEM}")
+            raise ConfigError(f"rank 0 finds no checkpoint in {local_roots(roots)[0]}, and {seen}. {_SHARE_THEM}")
         downloaded |= isinstance(chosen.found, RemotePath)
         opened, problem = None, None
         try:
@@ -111,7 +111,7 @@ def open_chosen(
             _log.warning("%s; choosing a checkpoint again", problem or said)
         elif unseen and not replaced:
             passed_over[chosen.found] = str(said)
-            roots = local_of(roots) if downloaded else roots  # the next one would not be seen there either
+            roots = local_roots(roots) if downloaded else roots  # the next one would not be seen there either
             if world.rank == 0:
                 _log.warning("%s is passed over and stays there, since a rank does not see it: %s", chosen.found, said)
         else:
@@ -141,7 +141,7 @@ def _seen_here(roots: list[Path], world: World, own: OwnJobs | None) -> str | No
     if world.rank == 0:
         return None
     with contextlib.suppress(LastWordsError):  # what rank 0 could list is no reason to end here
-        word = _look_for(local_of(roots), own, REAL_OS)
+        word = _look_for(local_roots(roots), own, REAL_OS)
         if word["path"]:
             return f"{word['path']} is there"
     return None
@@ -190,7 +190,7 @@ def _chosen_by_rank_0(
         word = look_for(roots, own, passed_over)
         if word["path"]:
             word["found"] = word["path"]
-            word["path"] = str(fetched(place(word["path"]), local_of(roots)[0], further))
+            word["path"] = str(fetched(place(word["path"]), local_roots(roots)[0], further))
     except LastWordsError as error:
         word = {"path": "", "error": str(error)}
     world.publish(f"{key}/{next(numbers)}", word)
@@ -227,7 +227,7 @@ def look_for(roots: list[Path], own: OwnJobs | None, passed_over: Collection[Pat
     try:
         return _look_for(roots, own, os_for(roots), passed_over)
     except StorageError as error:
-        here = local_of(roots)
+        here = local_roots(roots)
         word = _look_for(here, own, REAL_OS, passed_over) if here != roots else {"path": ""}
         if not word["path"]:
             raise
