@@ -199,7 +199,7 @@ class StepDocument:
 
     epoch, step: what its loop calls the step; None if it has not said. after: the name of the step before; () if the
     loop gives no names, None if it was not recorded. ends_epoch: None if not known. begun: whether the copy is as of
-    the begin of the next step, None where the loop makes no difference; between: what had changed by then since the
+    the start of the next step, None where the loop makes no difference; between: what had changed by then since the
     step's end. reasons: why the copy is not exact,
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
     alike: kind -> its marks. state: those of the optimizer's state and what it trains, with what it may be compared.
@@ -250,7 +250,7 @@ class Habits:
     step and the next one, in words. names_go_back: the loop has called a step what is no later than the one before.
     passes: backward passes in a step, 0 where that number changes, None where it is not known. constants: digests of
     tensors in attributes that the loop has not changed. data: digest of what the loader iterates over; "": not seen.
-    draws: whether random numbers are drawn between the end of each step and the begin of the next one; None: not known.
+    draws: whether random numbers are drawn between the end of each step and the start of the next one; None: not known.
     """
 
     after_copy: StoredLate = field(default_factory=dict)

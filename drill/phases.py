@@ -57,7 +57,7 @@ class Step:
 
 @dataclass
 class RankLife:
-    """A rank from the begin of its loop to its end. dies: in which event the drill has killed it. spoilt: a leaf."""
+    """A rank from the start of its loop to its end. dies: in which event the drill has killed it. spoilt: a leaf."""
 
     begin: Begin
     steps: dict[int, Step] = field(default_factory=dict)

@@ -247,7 +247,7 @@ class _Protected(trainer_callback.TrainerCallback):
         self._resumed: Any = None
         self._again = self._evaluates_first = False
         self._quiet = False
-        """What a resumed run calls an epoch's begin is none: what its callbacks have done then was saved."""
+        """What a resumed run calls an epoch's start is none: what its callbacks have done then was saved."""
         ours = {
             "_inner_training_loop": self._inner_training_loop,
             "_init_training_state": self._init_training_state,
@@ -350,7 +350,7 @@ class _Protected(trainer_callback.TrainerCallback):
         return self._plain["call_event"](event, args, state, control, **more)
 
     def _do_again(self, start_time: float, *, begins_epoch: bool = False) -> None:
-        """What comes between the step's end and the next one's begin, if it was cut off, with what it had drawn."""
+        """What comes between the step's end and the next one's start, if it was cut off, with what it had drawn."""
         trainer, of_all, state = self._trainer, self._of_all, self._trainer.state
         trainer.args.eval_on_start = self._evaluates_first
         if not self._again:

@@ -98,7 +98,7 @@ class LoopHabits:
         self.early_reasons: list[str] = []
         self.names_go_back = False
         self.repeats = False
-        """A resumed loop does again what it does between the end of a step and the begin of the next one."""
+        """A resumed loop does again what it does between the end of a step and the start of the next one."""
         self.data = ""
         self.passes = BackwardPasses()
         self.draws: bool | None = None
@@ -304,7 +304,7 @@ class StepRecorder:
         return moved
 
     def drawn_early(self) -> str:
-        """What has drawn random numbers since the last step's end, in a loop that does so before each step's begin."""
+        """What has drawn random numbers since the last step's end, in a loop that does so before each step's start."""
         return self.drawn_since(self._step, SlotKind.COMMITTED) if self.loop.draws else ""
 
     def buffers_at(self, step: int) -> tuple[frozenset[str], dict[str, str]]:
@@ -369,7 +369,7 @@ class StepRecorder:
         as_constructed()  # what had not moved by the epoch's start is as the constructors left it
 
     def _know_constants(self) -> None:
-        """When protection begins, as `resume()` will compare them: what has changed by the loop's begin is none."""
+        """When protection begins, as `resume()` will compare them: what has changed by the loop's start is none."""
         now, before = self.attributes.constants(), self._constants
         self._constants = now if before is None else {name: one for name, one in before.items() if now.get(name) == one}
         if self._constants != before:

@@ -1,7 +1,7 @@
 """`Batches`: a loader whose position is state, for loops in which neither `steps()` nor the loader itself sets it back.
 
 A framework's loop iterates over its loader once an epoch, and may have fetched a batch more than it has trained on. So
-what is kept of an epoch is how many batches were used, the random streams of its begin, from which its order was drawn,
+what is kept of an epoch is how many batches were used, the random streams of its start, from which its order was drawn,
 and those right before the batch was fetched that is next: in a resumed run that batch is fetched again with them, and
 then the streams are put where they were when the step ended. Likewise with what moves of the loader's attributes.
 """
@@ -66,12 +66,12 @@ class RunLike(Protocol):
 
 
 class _At(NamedTuple):
-    """Where an epoch stands: so many of its batches are used, and the streams of its begin and of the next fetch.
+    """Where an epoch stands: so many of its batches are used, and the streams of its start and of the next fetch.
 
-    first: those of the first fetch, if anything was drawn between it and the begin.
-    told: what samplers took for their epoch at its begin, by name. Some count on as soon as the last index is asked
+    first: those of the first fetch, if anything was drawn between it and the start.
+    told: what samplers took for their epoch at its start, by name. Some count on as soon as the last index is asked
     for, and workers ask for it long before the epoch ends.
-    values: what had moved of the loader, as of the epoch's begin and as of the next fetch.
+    values: what had moved of the loader, as of the epoch's start and as of the next fetch.
     """
 
     epoch: int = 0
@@ -108,7 +108,7 @@ class Batches:
         self._given = 0
         self._streams: dict[str, GeneratorState] = {}
         self._begun: Mapping[str, bytes] = {}
-        """Streams right after the newest epoch's begin."""
+        """Streams right after the newest epoch's start."""
         self._opened = self._said = False
 
     def join(self, loop: Callable[[], RunLike]) -> None:
@@ -236,7 +236,7 @@ class Batches:
     def _go_on(self, at: _At, loop: RunLike) -> tuple[Iterator[Any], list[Any]]:
         """An iterator over the rest of the epoch, and what had been fetched in advance. Streams and attributes stay.
 
-        An epoch's order depends on what they were at its begin, the batch in hand on what they were right before it was
+        An epoch's order depends on what they were at its start, the batch in hand on what they were right before it was
         fetched.
         """
         here, in_hand = self._taken(), list[Any]()

@@ -63,7 +63,7 @@ def moved_text(step: int, streams: list[str]) -> str:
         f"random numbers ({', '.join(streams)}) were drawn between resume() and the first forward pass of "
         f"your custom loop, after step {step}. If the step itself draws them (its batch, an augmentation), "
         f"this is expected. If they were drawn while restoring the data position (building a DataLoader's "
-        f"iterator draws random numbers), call step_begin() at the begin of each step; otherwise the resume is not "
+        f"iterator draws random numbers), call step_begin() at the start of each step; otherwise the resume is not "
         f"exact: see 'Custom training loops' in docs/training-loop.md"
     )
 

@@ -332,7 +332,7 @@ class ResumePoint:
     it.
     drilled: what the newest `lastwords drill --record` beside the checkpoints has covered, and in `drilled.changed`
     whether it still speaks for this script, these versions and this number of ranks. `exact` does not depend on it.
-    begun: the saved run's loop had come from the end of that step to the begin of the next one, on all ranks: what it
+    begun: the saved run's loop had come from the end of that step to the start of the next one, on all ranks: what it
     does in between (an evaluation, say) is done. False: it is not, or not on all; or the loop makes no difference.
     """
 

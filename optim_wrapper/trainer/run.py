@@ -288,7 +288,7 @@ class Run:
             self.look_again()
 
     def look_again(self) -> None:
-        """What the loop does between the end of a step and the begin of the next one is over."""
+        """What the loop does between the end of a step and the start of the next one is over."""
 
     def end_step(self, position: Position | None) -> None:
         """A step is over. position: what the loop calls it."""

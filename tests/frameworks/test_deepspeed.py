@@ -21,7 +21,7 @@ pytestmark = [
 __all__ = ["whole"]
 
 DEATHS = ("1:3:fwd", "0:5:win", "1:6:fwd", "0:9:win")
-"""In a forward pass, between an update and the end of its step at an epoch's end, and at an epoch's begin."""
+"""In a forward pass, between an update and the end of its step at an epoch's end, and at an epoch's start."""
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ CASES = {
     "stream": ("1:3:fwd", "0:7:win", "1:8:fwd", "0:16:win"),
     "drop stream workers": ("1:3:fwd", "0:6:win", "1:7:fwd", "1:10:evaluating"),
 }
-"""In an epoch, at the end of one, at the begin of the next, in an evaluation."""
+"""In an epoch, at the end of one, at the start of the next, in an evaluation."""
 
 
 @pytest.fixture

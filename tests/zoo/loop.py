@@ -231,7 +231,7 @@ class Loop:
     def plain(self, loader: Any, done: int, ready: Callable[[], None]) -> Iterator[tuple[int, int, Any]]:
         """The batches without `steps()`, from after step `done`; `ready` is called once the data is there.
 
-        Where the loop `begins` its steps, it is called at the begin of each of them, and nowhere else.
+        Where the loop `begins` its steps, it is called at the start of each of them, and nowhere else.
         """
         for epoch in range(1, self.epochs + 1):
             first = (epoch - 1) * self.per_epoch

@@ -181,7 +181,7 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
 
 
 def restored_difference(card: Card, reference: Track, resumed: Track, step: int) -> str:
-    """What resume() left against the state after that step, or as of the next one's begin; empty if nothing differs.
+    """What resume() left against the state after that step, or as of the next one's start; empty if nothing differs.
 
     Generators of the user's own may belong to a loader, which is not there yet: they are compared after each step.
     """
