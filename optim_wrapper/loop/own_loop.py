@@ -119,14 +119,11 @@ def refuse_update_after_end(stand: Stand) -> None:
 
 def moved_too_early(names: Collection[str]) -> list[str]:
     """Why a resumed loop is not exact in which these have changed before it has said where its first step begins."""
-    what = (
-        f"{', '.join(sorted(names))} changed between resume() and the first step_begin(): the checkpoint may have that"
+    why = (
+        f"{', '.join(sorted(names))} changed between resume() and the first step_begin(): the checkpoint may have that "
+        "change already; change it after step_end(), and call step_begin() first in each step"
     )
-    return (
-        [f"{what} change already; change it after step_end(), and call step_begin() first in each step"]
-        if names
-        else []
-    )
+    return [why] if names else []
 
 
 def refuse_begin_after_update(stand: Stand) -> None:

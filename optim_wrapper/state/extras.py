@@ -55,7 +55,7 @@ from lastwords.sharding.verify import HolderDifference
 
 
 def is_scheduler(target: Any) -> bool:
-    return isinstance(target, torch.optim.lr_scheduler.LRScheduler) or callable(getattr(target, "get_last_lr", None))
+    return isinstance(target, LRScheduler) or callable(getattr(target, "get_last_lr", None))
 
 
 def steps_without_argument(target: Any) -> bool:
