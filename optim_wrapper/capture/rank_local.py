@@ -67,10 +67,7 @@ class BeforeCollective:
         if first is None:
             self._once_a_forward()
         else:
-            first.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
-
-    def _before_backward(self, gradient: torch.Tensor) -> None:
-        self._once_a_forward()
+            first.register_hook(lambda _: self._once_a_forward())  # type: ignore[no-untyped-call]
 
     def _once_a_forward(self) -> None:
         if self._due:

@@ -77,7 +77,8 @@ class ReplicaCheck:
         if not serious:
             return None, False, reasons
         suspect = any(self._rank in difference.suspects for difference in serious)
-        return MismatchError(_text(serious, when), different=_different(serious)), suspect, reasons
+        different = {one.tensor: str(one) for one in serious}
+        return MismatchError(_text(serious, when), different=different), suspect, reasons
 
     def meet(self) -> None:
         """Wait until every rank has come here; an error of the group's is no news any more."""
@@ -135,10 +136,6 @@ def _text(found: Iterable[HolderDifference], when: str) -> str:
         f"replicas differ {when}: {'; '.join(str(difference) for difference in found)}. If these are meant to be "
         "different tensors (stages, parts, experts), declare that with units="
     )
-
-
-def _different(found: Iterable[HolderDifference]) -> dict[str, str]:
-    return {difference.tensor: str(difference) for difference in found}
 
 
 class AgreedLayout:
