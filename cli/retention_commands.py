@@ -246,7 +246,7 @@ def upload(arguments: argparse.Namespace) -> ExitCode:
         logging.basicConfig(level=logging.INFO, handlers=[output], force=True)
         log_lines.know(**({"job": arguments.job} if arguments.job else {}))
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+            os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         uploader = Uploader(roots, to, arguments.job)
         everything = follow(uploader.upload_missing, wait_on(sys.stdin.fileno()))
         return ExitCode.OK if everything else ExitCode.STORAGE

@@ -291,7 +291,7 @@ class StorageJobs:
     def _prune(self, effect: events.Prune) -> None:
         self._prune_waits = False
         with contextlib.suppress(OSError):  # this thread alone, and those that it starts
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRUNING_NICE)
+            os.setpriority(os.PRIO_PROCESS, 0, max(PRUNING_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         rules = retention.Rules(effect.keep_max, effect.keep_minutes)
         remote = self._spec.remote
         spared = uploader.not_uploaded(self._spec.root, remote) if remote else lambda _: False

@@ -161,7 +161,7 @@ def main() -> int:
     for number in MEANT_FOR_RANKS:
         signal.signal(number, signal.SIG_DFL)  # a controller ignores them, and a command would, too
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(log_lines.formatter(text))
