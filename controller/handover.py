@@ -515,6 +515,7 @@ class StateFile:
         self.path = path
         self._facts = (owner, spec, token)
         self._members: tuple[tuple[Registered, ...], msgspec.Raw] | None = None
+        self._unwritten: Remember | None = None
         self._problem = ""
 
     def write(self, remembered: Remember) -> None:
@@ -527,13 +528,19 @@ class StateFile:
             with paths.replacing(self.path) as fd:
                 paths.write_all(fd, raw)
             os.close(fd)
-            self._problem = ""
+            self._unwritten, self._problem = None, ""
         except (OSError, ValueError) as error:  # a path that is no text cannot be encoded
+            self._unwritten = remembered
             with contextlib.suppress(OSError):
                 self.path.unlink()
             if str(error) != self._problem:
                 _log.error("no controller can follow if this one is killed: %s cannot be written: %s", self.path, error)
             self._problem = str(error)
+
+    def write_again(self) -> None:
+        """What could not be written, if anything: nothing else may happen for the rest of the job."""
+        if self._unwritten is not None:
+            self.write(self._unwritten)
 
     def beat(self) -> None:
         """A sign of life: the time of the file's last change moves."""

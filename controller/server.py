@@ -401,6 +401,8 @@ class ControllerShell:
 
     def _look_after(self, ticks: int) -> None:
         self._update_run_file()
+        if self._state_file is not None:
+            self._state_file.write_again()
         if self._roster.is_untouched and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
             self.stop(
                 f"no rank has connected, and process {self._spec.starter_pid}, which started the controller, has ended"

@@ -105,7 +105,10 @@ def test_what_cannot_be_written_leaves_nothing_older(
         file.write(Remember((), JobMemory(incident=2)))
         assert sorted(os.listdir(path.parent)) == []
     assert len(caplog.records) == 1
+    file.write_again()
+    assert handover.read(path).memory.incident == 2
     file.write(Remember((), JobMemory(incident=3)))
+    file.write_again()
     assert handover.read(path).memory.incident == 3
 
 

@@ -318,6 +318,19 @@ def test_a_controller_that_has_no_descriptor_for_a_while_saves_all_the_same(job:
     assert job.incident()["outcome"] == "SAVED"
 
 
+def test_a_controller_that_has_no_descriptor_for_a_while_can_be_followed_afterwards(job: Job) -> None:
+    handle = job.start()
+    puppets = job.train(steps=7)
+    path = paths.state_path(job.spec.job, job.spec.generation)
+    limits = resource.prlimit(handle.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    puppets[0].call("want_save")  # which the next controller has to know; nothing else happens in this job
+    until(lambda: not path.exists())
+    resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, limits)
+    until(path.exists)
+    assert handover.read(path).memory.periodic is not None
+
+
 def test_a_controller_that_never_gets_a_descriptor_keeps_the_files_and_says_where(job: Job) -> None:
     handle = job.start(storage_retry_s=0.5)
     puppets = job.train(steps=7)

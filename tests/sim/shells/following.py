@@ -71,6 +71,9 @@ class Kept:
     def write(self, remembered: Remember) -> None:
         self._following.owner, self._following.remembered = self._owner, remembered
 
+    def write_again(self) -> None:
+        """Nothing: it is always written."""
+
     def beat(self) -> None:
         self._following.beats += 1
 
