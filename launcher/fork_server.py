@@ -89,6 +89,7 @@ def serve() -> None:
     if os.getppid() != parent:
         os._exit(0)
     link.set_inheritable(False)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # after `trap '' CHLD` in a shell nobody could be waited for
     ignored = [one for one in MEANT_FOR_RANKS if signal.getsignal(one) is not signal.SIG_IGN]
     plain = {one: signal.signal(one, signal.SIG_IGN) for one in ignored}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())

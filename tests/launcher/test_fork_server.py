@@ -381,8 +381,25 @@ def test_where_the_ends_of_children_are_ignored_a_launcher_hears_of_them_all_the
         "import signal, subprocess\nfrom lastwords.liveness.parents import take_in_orphans\n"
         "take_in_orphans()\nprint(subprocess.run(['sh', '-c', 'exit 7']).returncode)"
     )
-    command = ["sh", "-c", "trap '' CHLD; exec \"$@\"", "sh", sys.executable, "-c", program]
+    ignoring = (
+        "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"  # which not every shell does
+        "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    )
+    command = [sys.executable, "-c", ignoring, program]
     assert subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout == "7\n"
+
+
+def test_a_fork_server_that_begins_where_they_are_ignored_waits_for_its_own_and_so_do_its_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is started before its launcher handles signals."""
+    script = tmp_path / "train.py"
+    script.write_text("import subprocess\nprint(subprocess.run(['sh', '-c', 'exit 7']).returncode)")
+    monkeypatch.setattr(forks, "BOOT", f"import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); {forks.BOOT}")
+    with Forks.anywhere() as served:
+        pid = served.server.pid
+        assert [served.run(str(script)).out for _ in range(2)] == ["7\n"] * 2
+        assert served.server.pid == pid
 
 
 def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_many(tmp_path: Path) -> None:
