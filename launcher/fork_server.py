@@ -347,8 +347,8 @@ def _fork_each(forks: Sequence[Fork], link: socket.socket) -> Fork:
     """The helper: it returns in the forks alone, once each has the parent that it keeps, and the launcher knows it."""
     helper = os.getpid()
     for one in forks:
-        known, known_by = os.pipe()
         try:
+            known, known_by = os.pipe()
             pid = os.fork()
         except OSError as error:
             send(link, to_message(Forked({}, str(error), error.errno or 0)))

@@ -130,6 +130,8 @@ class ForkServer:
         self._link: Connection | None = None
         self._ready = False
         self._wanted: tuple[Fork, ...] = ()
+        self._asked: set[int] = set()
+        """Ranks of those that it has been asked for, and that it has not answered."""
         self._has_forked = False
         self._deaths = 0
         self._importing = ""
@@ -154,7 +156,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # this process may have raised its own since
             resource.prlimit(self.pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         peer = f"the fork server (pid {self.pid})"
-        self._ready = False
+        self._ready, self._asked = False, set()
         self._link = Connection(
             begun.link, self._selector, peer, lambda said: read(said, Importing | Made | Forked), self._hear
         )
@@ -166,7 +168,7 @@ class ForkServer:
         self._wanted += tuple(forks)
         if self._process is None:
             return self._start_again()
-        self._ask(forks or self._wanted)
+        self._ask()
 
     def end(self) -> None:
         """It ends; the ranks go on."""
@@ -183,13 +185,15 @@ class ForkServer:
             kill_group(process.pid)  # not collected yet, so the number is still its own
             process.wait()
 
-    def _ask(self, forks: Sequence[Fork]) -> None:
-        if self._ready and forks:
+    def _ask(self) -> None:
+        """For all that are wanted, once it has answered for those before: asked twice, it would fork a rank twice."""
+        if self._ready and self._wanted and not self._asked:
             assert self._link is not None
-            message = to_message(Forks([*map(as_text, forks)]))
+            message = to_message(Forks([*map(as_text, self._wanted)]))
             if (size := len(json.dumps(message))) > LINE_BYTES_MAX:
-                what = f"environment and arguments of {len(forks)} processes take {size} bytes"
+                what = f"environment and arguments of {len(self._wanted)} processes take {size} bytes"
                 return self._give_up(self.impossible, f"{what}, more than {LINE_BYTES_MAX}")
+            self._asked = {one.rank for one in self._wanted}
             self._link.tell(message)
 
     def supervise(self) -> float | None:
@@ -220,7 +224,7 @@ class ForkServer:
                     _log.info("%s was imported in %.1f s", name, took_s)
                 if problem:
                     return self._is_spoilt(problem, module)
-                self._ask(self._wanted)
+                self._ask()
             case Forked(pids, problem, number):
                 self._deaths = 0
                 made = {int(rank): pid for rank, pid in pids.items()}
@@ -228,7 +232,10 @@ class ForkServer:
                 if number == errno.ENOMEM and not self._has_forked:  # as where no memory may be overcommitted
                     return self._is_spoilt(problem, "")
                 self._wanted = tuple(one for one in self._wanted if one.rank not in made)
+                self._asked = set() if problem else self._asked - made.keys()
                 self.made(made, problem)
+                if not problem:  # else it is asked again after a pause
+                    self._ask()
             case None:
                 self._is_gone()
 

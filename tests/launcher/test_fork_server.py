@@ -166,6 +166,20 @@ def test_where_there_is_no_memory_for_the_first_fork_none_is_tried_again(
     assert (served.server.supervise(), served.server.pid) == (None, 0)
 
 
+def test_where_there_is_no_descriptor_for_a_fork_that_is_said(
+    tmp_path: Path, selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "BOOT", EMPTY)
+    served = Served(selector, [], tmp_path)
+    resource.prlimit(served.server.pid, resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    served.server.fork([RANK_1])
+    while not served.failures:
+        for key, _ in selector.select(60):
+            key.data()
+    assert served.failures == [str(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))]
+    served.server.end()
+
+
 SEES = """
 import os, resource
 with open(__file__ + ".seen", "a") as file:
