@@ -148,6 +148,11 @@ class ForkServer:
         """0 where there is none."""
         return 0 if self._process is None else self._process.pid
 
+    @property
+    def wants_ranks(self) -> bool:
+        """And not only controllers, without which ranks train on, and which they can start themselves."""
+        return any(one.rank >= 0 for one in self._wanted)
+
     def start(self, begun: Ahead | None = None) -> None:
         """It imports what ranks need, from now on. begun: one that does so already. OSError."""
         if begun is None or begun.python != self._python:
@@ -272,7 +277,7 @@ class ForkServer:
         try:
             self.start()
         except OSError as error:
-            if not is_shortage(error) or (self._wanted and self._now_s - self._heard_s > SHORT_S):
+            if not is_shortage(error) or (self.wants_ranks and self._now_s - self._heard_s > SHORT_S):
                 self._give_up(self.failed, f"no fork server can be started: {error}")
 
     def _give_up(self, tell: Callable[[str], None], why: str) -> None:

@@ -400,7 +400,7 @@ class Host:
         if not problem:
             return
         self._tries += 1
-        if self._tries > SHORTAGE_TRIES_MAX:
+        if self._tries > SHORTAGE_TRIES_MAX and self._forks.wants_ranks:
             return self._lost(f"no rank can be forked: {problem}")
         self._say_once(
             f"not all ranks can be forked: {problem}; it is tried again for {SHORTAGE_TRIES_MAX * SHORTAGE_PAUSE_S:g} s"

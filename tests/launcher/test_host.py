@@ -78,7 +78,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Forks:
     """In place of a fork server: what it was asked for. `made` and the like are the host's."""
 
-    pid = 0
+    pid, wants_ranks = 0, True
     made: Callable[[dict[int, int], str], None]
     failed: Callable[[str], None]
     impossible: Callable[[str], None]
@@ -253,7 +253,10 @@ def test_ranks_that_cannot_be_forked_now_are_forked_later_and_the_others_run(hos
         clock.now_s += module.SHORTAGE_PAUSE_S
         host.tick()
     assert host.asked.asked[1:] == [()] * module.SHORTAGE_TRIES_MAX, "what is missing the server knows"
-    assert host.events == []
+    host.asked.wants_ranks = False
+    host.asked.made({}, short)
+    assert host.events == [], "ranks train on without a controller"
+    host.asked.wants_ranks = True
     host.asked.made({}, short)
     golden.says([one.why for one in host.of(Lost)])
 
