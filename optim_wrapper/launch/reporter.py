@@ -30,7 +30,10 @@ AUTO = "LASTWORDS_AUTO"
 """In the environment of ranks: their launcher was given --auto."""
 
 ANSWER_S = 60.0
-"""How long the launcher may take to make a controller."""
+"""How long the launcher may take to hear what is said."""
+
+CONTROLLER_S = 2.0
+"""And to make a controller, which takes milliseconds: a process of the rank's own serves after 0.3 s."""
 
 
 def listening(backlog: int) -> tuple[socket.socket, str]:
@@ -111,11 +114,15 @@ class Reporter:
             self._asked += 1
             wanted = {"arguments": [*arguments], "environment": {**environment}, "log": log, "asked": self._asked}
             self._send(link, {"kind": "ControllerWanted", **wanted})
-            for said in _lines(link):
-                if said.get("kind") == "ControllerAnswer" and said.get("asked") == self._asked:
-                    return None if said["pid"] is None else int(said["pid"])
-                if said.get("kind") == "Rejected":
-                    raise ConfigError(str(said["why"]))
+            try:
+                link.settimeout(CONTROLLER_S)
+                for said in _lines(link):
+                    if said.get("kind") == "ControllerAnswer" and said.get("asked") == self._asked:
+                        return None if said["pid"] is None else int(said["pid"])
+                    if said.get("kind") == "Rejected":
+                        raise ConfigError(str(said["why"]))
+            finally:
+                link.settimeout(ANSWER_S)
         return None
 
     # ------------------------------------------------------------------ the launcher

@@ -221,6 +221,19 @@ def test_a_rank_asks_for_a_controller_and_understands_the_answer(
         ]
 
 
+def test_a_rank_does_not_wait_long_for_a_launcher_that_is_stopped_and_speaks_to_it_later(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or for a fork server that is: without a controller nothing is saved."""
+    monkeypatch.setattr(reporter, "CONTROLLER_S", 0.01)
+    one = Reporter(launcher.name, RANK)
+    assert one.controller([], {}, "log") is None
+    one.updated()
+    assert launcher.hears()[1:] == [ControllerWanted([], {}, "log", 1), Updated(RANK)]
+    launcher.says(ControllerAnswer(1, 7), ControllerAnswer(2, 8))
+    assert one.controller([], {}, "log") == 8
+
+
 def test_a_rank_that_is_refused_says_why(launcher: Launcher) -> None:
     one = Reporter(launcher.name, RANK)
     one.updated()
