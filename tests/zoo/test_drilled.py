@@ -65,9 +65,9 @@ def mismatch(
 ) -> str:
     """What a drill says that the frozen verdict of that phase does not; empty if nothing.
 
-    beside: names, of which one is suspected where bits differ that nobody saves. The drill kills in another step: what
-    is told in some phases alone may be equal there, but not what is exact in none; and one that is exact may be told if
-    one of the words in `told` is in each reason.
+    beside: names, of which one is suspected where nobody saves it, whether bits differ by then or not. The drill kills
+    in another step: what is told in some phases alone may be equal there, but not what is exact in none; and one that
+    is exact may be told if one of the words in `told` is in each reason.
     """
     known = phases[phase]
     if found["verdict"] == "failed":
@@ -78,11 +78,11 @@ def mismatch(
     if known.keys() == {"exact"} and not fits:
         return f"frozen as exact, drilled as {found['verdict']}: {reasons} {found['first']}"
     exact_in_none = not any("exact" in one for one in phases.values())
-    if exact_in_none and found["verdict"] == "bitwise" and not reasons:
+    is_named = bool({*beside} & {part for name in found["suspects"] for part in name.split(".")})
+    if exact_in_none and found["verdict"] == "bitwise" and not (reasons or is_named):
         return f"frozen as {known}, drilled as bitwise without a word"
-    if found["verdict"] == "differs" and beside:
-        named = {part for name in found["suspects"] for part in name.split(".")}
-        return "" if named & {*beside} else f"none of {beside} is suspected, but {found['suspects']}"
+    if found["verdict"] == "differs" and beside and not is_named:
+        return f"none of {beside} is suspected, but {found['suspects']}"
     return ""
 
 
@@ -135,6 +135,8 @@ DIFFERS = {**EQUAL, "verdict": "differs", "suspects": ["main() of m.loop.hidden"
         ({"told": ["it is odd"]}, EQUAL, False),
         ({"named": ["from step 6 on"]}, DIFFERS, True),
         ({"named": ["from step 6 on"]}, {**DIFFERS, "suspects": ["main() of m.loop.step"]}, False),
+        ({"named": ["from step 6 on"]}, {**DIFFERS, "verdict": "bitwise"}, True),
+        ({"named": ["from step 6 on"]}, EQUAL, False),
     ],
 )
 def test_a_drill_that_says_something_else_is_noticed(known: Outcomes, found: dict[str, Any], fits: bool) -> None:
