@@ -168,7 +168,10 @@ def _restored_otherwise(reference: Run, run: Run, step: int, kinds: Sequence[str
 
 
 def suspects_of(reference: Run, run: Run, step: int, unsteady: _Names) -> tuple[str, ...]:
-    """Names of variables and attributes that the loop had changed by `step`, and that are not back."""
+    """Names of variables and attributes that the loop had changed by `step`, and that are not back.
+
+    Also what resume() has named: what an extra's `state_dict()` leaves out is no variable, and no attribute of a model.
+    """
     found: dict[str, None] = {}
     for rank, life in sorted(run.items()):
         saved = reference[rank].steps.get(step)
@@ -181,6 +184,8 @@ def suspects_of(reference: Run, run: Run, step: int, unsteady: _Names) -> tuple[
             there = name in saved.leaves.get(kind, {}) and name.rpartition(".")[0] in holders
             if there and (kind, name) in changed and not name.startswith("loader."):
                 found[name] = None
+        steady = [name for name in life.begin.beside if not any((kind, name) in unsteady for kind in BESIDE)]
+        found |= dict.fromkeys(steady)
     return tuple(found)[:SUSPECTS_MAX]
 
 

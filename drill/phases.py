@@ -20,8 +20,8 @@ Leaves = Mapping[str, Mapping[str, str]]
 class Begin:
     """The loop begins after global step `step`. resumes: the script resumes if it can; resumed: it has.
 
-    steps_per_epoch: 0 if it is not known. begun: the saved run had begun the next step. script, sha256,
-    arguments_sha256, data: what runs here, see `checkpoint.drill_record`.
+    steps_per_epoch: 0 if it is not known. begun: the saved run had begun the next step. beside: names of what resume()
+    says is not back. script, sha256, arguments_sha256, data: what runs here, see `checkpoint.drill_record`.
     """
 
     step: int

@@ -227,7 +227,7 @@ class DrilledRun(ProtectedRun):
             resumed=resumed is not None,
             begun=resumed is not None and resumed.begun,
             reasons=[] if resumed is None else [*map(str, self.recorder.ledger.reasons)],
-            beside=[] if resumed is None else [*resumed.beside],
+            beside=[] if resumed is None or self.world.rank else self.missing_beside(resumed.beside),
             leaves=leaves_of(self.recorder),
         )
         self._passes = Passes(self.start_step + 1)

@@ -400,8 +400,13 @@ class ProtectedRun(Run):
                 "checkpoint; give each a directory of its own"
             )
         self.recorder.attributes.loop_begins()
-        if self.resumed is not None and self.world.rank == 0:
-            self._say_what_is_missing(self.resumed.beside)
+        resumed = self.resumed if self.world.rank == 0 else None
+        if resumed is not None and (named := self.missing_beside(resumed.beside)):
+            _log.warning(
+                "lastwords: the saved run's loop had changed %s, which no checkpoint has, and this loop begins with "
+                "something else there: what of it the loop reads belongs into extras and their state_dict()",
+                some(named, _BESIDE_SHOWN),
+            )
         super()._open_loop(steps_per_epoch, epochs)
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
@@ -415,17 +420,12 @@ class ProtectedRun(Run):
             lacks = "" if self.resumes else self.lacks
             launcher.begun(self.start_step, inexact, lacks=lacks, saved_only=self._saved_only)
 
-    def _say_what_is_missing(self, beside: Mapping[str, str]) -> None:
-        """Of what the saved run's loop had changed beside its state: what the script has put back itself is not."""
+    def missing_beside(self, beside: Mapping[str, str]) -> list[str]:
+        """Names of what the saved run's loop had changed beside its state, but for what the script has put back."""
         names = self.recorder.attributes.missing_beside(beside)
         if unseen := [name for name in names if name.startswith(UNSEEN)]:
             _log.info("of the saved run it is not known what its loop had changed beside its state: %s", unseen[0])
-        if named := [name for name in names if name not in unseen]:
-            _log.warning(
-                "lastwords: the saved run's loop had changed %s, which no checkpoint has, and this loop begins with "
-                "something else there: what of it the loop reads belongs into extras and their state_dict()",
-                some(named, _BESIDE_SHOWN),
-            )
+        return [name for name in names if name not in unseen]
 
     def _spoil(self, why: str) -> None:
         """The step under way should not have been: no rank's state of it is saved, so wait for the others' word."""

@@ -94,6 +94,14 @@ def test_a_variable_that_the_loop_had_changed_and_that_is_not_back_is_suspected(
     assert not judge(DRILL, with_scale(reference()), lives, {("variable", "scale")}, LAST).suspects
 
 
+def test_what_resume_has_named_is_suspected() -> None:
+    lives = killed(changed={5: leaves(5, parameter={"w": "x"})})
+    assert not judge(DRILL, reference(), lives, frozenset(), LAST).suspects
+    lives[0][-1].begin.beside.append("extras average.seen")
+    assert judge(DRILL, reference(), lives, frozenset(), LAST).suspects == ("extras average.seen",)
+    assert not judge(DRILL, reference(), lives, {("variable", "extras average.seen")}, LAST).suspects
+
+
 @pytest.mark.parametrize(("there", "named"), [("main() of t.loop.epochs", True), ("train() of t.loop.epochs", False)])
 def test_what_the_loop_has_made_is_suspected_where_its_object_is_there(there: str, named: bool) -> None:
     made = "main() of t.loop.count"
