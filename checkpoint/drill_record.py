@@ -15,7 +15,7 @@ from lastwords.checkpoint.codec import Number, typed
 from lastwords.checkpoint.layout import DRILL_NAME
 from lastwords.checkpoint.meta import WorldSize
 from lastwords.checkpoint.system import REAL_OS, Os, read_whole
-from lastwords.errors import FormatError, StorageError
+from lastwords.errors import FormatError, StorageError, ranks_text
 
 FORMAT = 1
 BYTES_MAX, SCRIPT_BYTES_MAX = 1 << 20, 64 << 20
@@ -137,13 +137,13 @@ def summary(drills: Sequence[Covered]) -> str:
     """What was killed, and what came of it, worst first.
 
     >>> summary([Covered("forward", (0,), 5, "bitwise", 4), Covered("backward", (0, 1), 6, "told", 5)])
-    'told: backward (ranks 0, 1); bitwise: forward (rank 0)'
+    'told: backward (ranks 0 and 1); bitwise: forward (rank 0)'
     >>> summary([Covered("forward", (0, 1), 5, "bitwise")])
-    'bitwise: forward (ranks 0, 1; nothing was saved)'
+    'bitwise: forward (ranks 0 and 1; nothing was saved)'
     """
     found: dict[str, list[str]] = {}
     for one in drills:
-        ranks = f"rank{'s' * (len(one.ranks) > 1)} {', '.join(map(str, one.ranks))}"
+        ranks = ranks_text(one.ranks)
         ranks += "" if one.resumed_after or one.verdict == "failed" else "; nothing was saved"
         found.setdefault(one.verdict, []).append(f"{one.phase} ({ranks})")
     order = sorted(found, key=lambda verdict: (verdict == "bitwise", verdict == "told", verdict))

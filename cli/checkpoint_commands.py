@@ -6,7 +6,6 @@ import enum
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from lastwords.checkpoint.remote.store import RemotePath, os_for
 from lastwords.checkpoint.starts import Unpublished, find_unpublished
 from lastwords.checkpoint.system import where_it_leads
 from lastwords.cli import tables
-from lastwords.errors import IncompleteError
+from lastwords.errors import IncompleteError, ranks_text
 from lastwords.integrations.bars import bar_of
 
 
@@ -264,7 +263,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         ("published", tables.moment(manifest.published_unix_ns)),
         ("kind", manifest.kind.value),
         ("because", manifest.reason),
-        ("caused by", _ranks(manifest.cause_ranks)),
+        ("caused by", ranks_text(manifest.cause_ranks) if manifest.cause_ranks else "nobody"),
         ("job", manifest.job),
         *([("resumed from", manifest.parent_job)] if manifest.parent_job else []),
         ("taken in", f"generation {manifest.generation}, {_which(manifest)}"),
@@ -392,17 +391,6 @@ def _state(found: load.Found) -> Text:
 
 def _size(found: load.Found) -> str:
     return tables.size(found.manifest.total_bytes) if found.manifest else ""
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    """In words.
-
-    >>> _ranks([3, 1]), _ranks([2]), _ranks([])
-    ('ranks 1, 3', 'rank 2', 'nobody')
-    """
-    if not ranks:
-        return "nobody"
-    return f"rank{'s' * (len(ranks) > 1)} {tables.numbers(ranks)}"
 
 
 def _which(manifest: Manifest) -> str:

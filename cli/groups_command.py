@@ -13,8 +13,8 @@ from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import EXIT_CODE_OF, ExitCode, is_checkpoint, nothing, print_json, say
-from lastwords.errors import GroupInfoError
-from lastwords.sharding.describe import may_die, ranks_text
+from lastwords.errors import NAMED_RANKS_MAX, GroupInfoError, ranks_text, some
+from lastwords.sharding.describe import may_die
 from lastwords.sharding.group_info import GroupInfo, read_group_info
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -136,8 +136,8 @@ def _contradictions(found: Mapping[Path, GroupInfo]) -> Iterator[str]:
             before, where = holders.setdefault(unit, (ranks, path))
             if before != ranks:
                 yield (
-                    f"{where} says that unit {unit!r} is held by ranks {tables.numbers(before)}, {path} says by "
-                    f"{tables.numbers(ranks)}; {remedy}"
+                    f"{where} says that unit {unit!r} is held by {ranks_text(before)}, {path} says by "
+                    f"{ranks_text(ranks)}; {remedy}"
                 )
     for path, info in found.items():
         for unit, (ranks, where) in holders.items():
@@ -152,7 +152,7 @@ def _of_files(path: Path, found: Mapping[Path, GroupInfo]) -> _Groups:
     notes = []
     missing = [rank for rank in range(world_size) if rank not in ranks]
     if missing and not path.is_file():
-        notes.append(f"there is no group_info file of {_called(missing)} here")
+        notes.append(f"there is no group_info file of {ranks_text(missing)} here")
     rows = tuple(
         _UnitRow(unit, units[unit]) for unit in sorted(units, key=lambda unit: (-len(units[unit]), units[unit]))
     )
@@ -203,14 +203,10 @@ def _unprotected(rows: Sequence[_UnitRow], world_size: int) -> tuple[str, ...]:
     ranks = sorted({row.holders[0] for row in alone if row.holders is not None})
     return (
         (
-            f"no redundancy: part of the state is held by {_called(ranks)} alone; if such a rank dies, only an older "
-            "checkpoint remains"
+            f"no redundancy: part of the state is held by {ranks_text(ranks)} alone; if such a rank dies, only an "
+            "older checkpoint remains"
         ),
     )
-
-
-def _called(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {tables.numbers(ranks)}"
 
 
 def _show(found: _Groups, *, as_json: bool) -> None:
@@ -222,7 +218,7 @@ def _show(found: _Groups, *, as_json: bool) -> None:
     rows = [
         (
             row.unit,
-            "not recorded" if row.holders is None else ranks_text(row.holders, found.world_size),
+            _held(row.holders, found.world_size),
             "" if row.holders is None else _may_die(row.holders),
             *((tables.numbers(sorted(set(row.writers))), row.file) if of_checkpoint else ()),
         )
@@ -232,6 +228,12 @@ def _show(found: _Groups, *, as_json: bool) -> None:
     console.print(tables.table(f"Units in {found.path}, {found.world_size} rank(s)", columns, rows))
     for note in found.notes:
         console.print(tables.plain(note, "yellow"))
+
+
+def _held(holders: Sequence[int] | None, world_size: int) -> str:
+    if holders is None:
+        return "not recorded"
+    return "all" if len(holders) == world_size else some(holders, NAMED_RANKS_MAX)
 
 
 def _may_die(holders: Sequence[int]) -> Text:

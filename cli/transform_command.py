@@ -11,9 +11,9 @@ from lastwords.checkpoint import load
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import ExitCode, print_json, say
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, some
 from lastwords.integrations.bars import rank_bars
-from lastwords.integrations.transform import TransformOutcome, prepared, transform
+from lastwords.integrations.transform import prepared, transform
 from lastwords.vocabulary import RANKS_MAX
 
 WHOLE = "whole"
@@ -71,13 +71,14 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return ExitCode.OK
     if done.busy == done.missing != ():
         say(
-            f"another process is writing the missing ranks ({_listed(done)}), and publishes the checkpoint when it "
-            "is done"
+            f"another process is writing the missing ranks ({some(done.missing, _LISTED_MAX)}), and publishes the "
+            "checkpoint when it is done"
         )
     elif done.missing:
         say(
             f"not published yet: the files of {len(done.missing)} of {done.world_size} ranks are missing "
-            f"({_listed(done)}); run the same command for them (--ranks); the last run publishes the checkpoint"
+            f"({some(done.missing, _LISTED_MAX)}); run the same command for them (--ranks); the last run "
+            "publishes the checkpoint"
         )
     else:
         say(
@@ -131,8 +132,3 @@ def ranks_of(text: str) -> list[int]:
             raise ConfigError(f"{part.strip()!r} is not a range of ranks; write the smaller number first, such as 4-7")
         found.update(range(low, high + 1))
     return sorted(found)
-
-
-def _listed(done: TransformOutcome) -> str:
-    shown = tables.numbers(done.missing[:_LISTED_MAX])
-    return shown + (", ..." if len(done.missing) > _LISTED_MAX else "")

@@ -55,8 +55,8 @@ from lastwords.controller.incident import TIMERS, Incident
 from lastwords.controller.loop import Closing, HangWatch, LoopWatch, Stragglers, Strayed
 from lastwords.controller.membership import CERTAIN, Life, Member, Membership, death_text, suspicion_text
 from lastwords.controller.periodic import Periodic
-from lastwords.controller.words import ranks_text
 from lastwords.core_events import Log, Tick
+from lastwords.errors import ranks_text
 from lastwords.vocabulary import (
     PERIODIC,
     DeathSource,

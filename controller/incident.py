@@ -31,7 +31,8 @@ from lastwords.controller.events import (
 from lastwords.controller.membership import Causes, Life, Membership, death_text, signal_text, suspicion_text
 from lastwords.controller.saving import Saving
 from lastwords.controller.selection import NO_TARGETS, Decision, NoDecision, NoDecisionKind, RankView, laggards, select
-from lastwords.controller.words import first_texts, newest_text, ranks_text
+from lastwords.controller.words import first_texts, newest_text
+from lastwords.errors import ranks_text
 from lastwords.vocabulary import (
     DeathSource,
     ExitKind,

@@ -22,7 +22,8 @@ from lastwords.controller.events import (
 from lastwords.controller.incident import Incident
 from lastwords.controller.membership import Life, Member, death_text
 from lastwords.controller.periodic import Periodic
-from lastwords.controller.words import NAMED_RANKS_MAX, first_texts, ranks_text
+from lastwords.controller.words import first_texts
+from lastwords.errors import NAMED_RANKS_MAX, ranks_text
 from lastwords.vocabulary import (
     DeathSource,
     Exit,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from lastwords.controller.events import LoopShape
-from lastwords.controller.words import first_texts, ranks_text
+from lastwords.controller.words import first_texts
+from lastwords.errors import ranks_text
 from lastwords.vocabulary import NO_SCHEDULE, DeathSource, Hello, Left, LoopBegin, Phase, ProcessId, Schedule, Stand
 
 # What counts as a death, what only as a suspicion, and how either is said.

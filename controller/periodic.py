@@ -30,7 +30,8 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.membership import Life, Member
 from lastwords.controller.selection import Assignment
-from lastwords.controller.words import first_texts, ranks_text
+from lastwords.controller.words import first_texts
+from lastwords.errors import ranks_text
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     PERIODIC,

@@ -26,7 +26,8 @@ from lastwords.controller.events import (
 )
 from lastwords.controller.membership import Life
 from lastwords.controller.selection import Decision, WrittenPart
-from lastwords.controller.words import first_texts, ranks_text
+from lastwords.controller.words import first_texts
+from lastwords.errors import ranks_text
 from lastwords.vocabulary import Save, SaveProgress, Share
 
 # When to try again what a file system has refused: after growing pauses, and not for ever. Pure.

@@ -15,8 +15,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from lastwords.controller.words import NAMED_RANKS_MAX, NAMED_UNITS_MAX, ranks_text, units_text
-from lastwords.errors import some
+from lastwords.controller.words import NAMED_UNITS_MAX, units_text
+from lastwords.errors import NAMED_RANKS_MAX, ranks_text, some
 from lastwords.vocabulary import SHARES_MAX, Phase, Share, Stand, whole_units
 
 # What selection is told and what it answers: plain values, and how they are said.

@@ -6,28 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from lastwords.controller.events import NewestKnown
-from lastwords.errors import some
-
-NAMED_RANKS_MAX: Final = 8
-"""A line names at most this many ranks; a job may have thousands."""
+from lastwords.errors import NAMED_RANKS_MAX
 
 NAMED_UNITS_MAX: Final = 3
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks for people.
-
-    >>> ranks_text([3]), ranks_text([2, 0]), ranks_text(range(20))
-    ('rank 3', 'ranks 0 and 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
-    """
-    ordered = sorted(ranks)
-    if not ordered:
-        return "no rank"
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if len(ordered) <= NAMED_RANKS_MAX:
-        return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
-    return f"ranks {some(ordered, NAMED_RANKS_MAX)}"
 
 
 def first_texts(texts: Iterable[str], between: str = "; ") -> str:

@@ -17,7 +17,7 @@ from lastwords.drill.compare import (
 from lastwords.drill.phases import FEWER, Drill, choose
 from lastwords.drill.report import Report
 from lastwords.drill.runs import RunOutcome, Runs
-from lastwords.errors import CommandFailedError, ConfigError
+from lastwords.errors import CommandFailedError, ConfigError, ranks_text
 from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, FORWARD, Death, DrillPlan
 
 STEPS_MIN = 4
@@ -117,8 +117,7 @@ def _refuse(outcome: RunOutcome, wishes: Wishes) -> None:
 
 
 def _killed(runs: Runs, wishes: Wishes, one: Drill, name: str, say: Callable[[str], None]) -> RunOutcome:
-    ranks = " and ".join(map(str, one.death.ranks))
-    say(f"{one.phase}: kill -9 of rank {ranks} in step {one.death.step}")
+    say(f"{one.phase}: kill -9 of {ranks_text(one.death.ranks)} in step {one.death.step}")
     return runs.run(name, wishes.ranks, DrillPlan(wishes.steps, (one.death,), one.every, wishes.self_test))
 
 

@@ -24,9 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 from lastwords import threads
 from lastwords.clock import OwnTime, mono_s
 from lastwords.controller.timeline import UNREADABLE, Telling, append_record, records
-from lastwords.controller.words import ranks_text
 from lastwords.core_events import Tick
-from lastwords.errors import StorageError, UnavailableError
+from lastwords.errors import StorageError, UnavailableError, ranks_text
 from lastwords.launcher.core import LauncherCore, RankPlace
 from lastwords.launcher.events import (
     UNKNOWN_CODE,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lastwords.controller.timeline import UNREADABLE
-from lastwords.controller.words import ranks_text
+from lastwords.errors import ranks_text
 from lastwords.launcher.events import UNKNOWN_CODE
 from lastwords.liveness.endings import ending_text
 from lastwords.processor.departure import EXIT_NOT_SAVED, EXIT_SAVED

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lastwords.controller.timeline import UNREADABLE, phases, sentence
-from lastwords.controller.words import ranks_text
+from lastwords.errors import ranks_text
 from lastwords.launcher import recovery
 from lastwords.vocabulary import ExitKind
 

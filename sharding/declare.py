@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
 from lastwords.checkpoint.layout import check_unit_name
-from lastwords.errors import ConfigError
+from lastwords.errors import NAMED_RANKS_MAX, ConfigError, ranks_text, some
 from lastwords.sharding.pieces import ANY_FORM, Piece
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -287,8 +287,9 @@ def check_units(units: Sequence[Unit], world_size: int) -> None:
         called = f"the declared unit {unit.name!r}"
         if unit.name in by_name:
             raise ConfigError(
-                f"two declared units are called {unit.name!r}, held by the ranks "
-                f"{_words(by_name[unit.name].holders)} and by {_words(unit.holders)}; give each a different name"
+                f"two declared units are called {unit.name!r}, held by "
+                f"{ranks_text(by_name[unit.name].holders)}, and by {ranks_text(unit.holders)}; give each a different "
+                "name"
             )
         by_name[unit.name] = unit
         _check_holders(called, unit, world_size)
@@ -312,7 +313,7 @@ def _check_holders(called: str, unit: Unit, world_size: int) -> None:
     if not holders:
         raise ConfigError(f"{called} has no holder; name the ranks that hold its tensors, or leave it out")
     if len(set(holders)) != len(holders):
-        raise ConfigError(f"{called} names a rank twice among its holders {_words(holders)}")
+        raise ConfigError(f"{called} names a rank twice among its holders {some(holders, NAMED_RANKS_MAX)}")
     outside = [rank for rank in holders if not 0 <= rank < world_size]
     if outside:
         raise ConfigError(
@@ -321,7 +322,7 @@ def _check_holders(called: str, unit: Unit, world_size: int) -> None:
         )
     if unit.name == UNIT_REPLICATED and len(holders) != world_size:
         raise ConfigError(
-            f"{called} is held by the ranks {_words(holders)} only; that name is reserved for state that all "
+            f"{called} is held by {ranks_text(holders)} only; that name is reserved for state that all "
             f"{world_size} ranks hold: choose another name"
         )
 
@@ -387,7 +388,7 @@ def _of_device_mesh(mesh: Mesh) -> tuple[dict[str, int], list[int]]:
         )
     ranks = [int(rank) for rank in table.flatten().tolist()]
     if sorted(ranks) != list(range(len(ranks))):
-        raise ConfigError(f"units_from_mesh: give the mesh of the whole job; this one has the ranks {_words(ranks)}")
+        raise ConfigError(f"units_from_mesh: give the mesh of the whole job; this one has {ranks_text(ranks)}")
     return dict(zip(names, map(int, table.shape), strict=True)), ranks
 
 
@@ -401,10 +402,6 @@ def _places(sizes: Mapping[str, int], axes: Sequence[str], ranks: Sequence[int] 
 def _named(split: Mapping[str, int], **coordinates: int) -> tuple[tuple[str, int], ...]:
     """Those coordinates along which there is more than one unit."""
     return tuple((axis, index) for axis, index in coordinates.items() if split[axis] > 1)
-
-
-def _words(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def check_cuts(lists: Iterable[tuple[Sequence[Piece], Sequence[int]]], declared: Sequence[Unit]) -> None:

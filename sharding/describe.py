@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lastwords.errors import some
+from lastwords.errors import NAMED_RANKS_MAX, some
 from lastwords.sharding.pieces import UnitTable
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -53,7 +53,7 @@ def describe(table: UnitTable, world_size: int, lines: Sequence[str] = (), *, co
                 unit,
                 str(table.tensors.get(unit, 0)),
                 f"{table.nbytes.get(unit, 0) / _MIB:.2f}",
-                ranks_text(holders, world_size),
+                "all" if len(holders) == world_size else some(holders, NAMED_RANKS_MAX),
                 "any 1 of 1, if its host lives on" if copied and len(holders) == 1 else may_die(len(holders)),
             )
         )
@@ -91,16 +91,3 @@ def warnings_of(table: UnitTable, *, copied: bool = False) -> list[str]:
             "process, still saves everything. copy=True keeps copies that outlive a process; HSDP has replicas"
         )
     return found
-
-
-def ranks_text(ranks: Sequence[int], world_size: int = 0) -> str:
-    """Holders for people.
-
-    >>> ranks_text((0, 1, 2, 3), 4), ranks_text((1, 3), 4), ranks_text(range(0, 64, 2), 64)
-    ('all', '1, 3', '0, 2, 4 ... 62 (32 ranks)')
-    """
-    if len(ranks) == world_size:
-        return "all"
-    if len(ranks) <= 8:
-        return ", ".join(map(str, ranks))
-    return f"{ranks[0]}, {ranks[1]}, {ranks[2]} ... {ranks[-1]} ({len(ranks)} ranks)"

@@ -19,14 +19,12 @@ import xxhash
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.errors import ConfigError, FormatError
+from lastwords.errors import NAMED_RANKS_MAX, ConfigError, FormatError, ranks_text
 
 # Replicas that have diverged: which tensor, on which rank, and whether a majority shows who is right.
 
 Digests = Mapping[str, Mapping[str, int]]
 """Unit -> tensor's name in a checkpoint -> digest of its bytes, in the model's order."""
-
-_RANKS_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +49,11 @@ class HolderDifference:
         more = "" if self.count == 1 else f" ({self.count} tensors differ, this is the first)"
         if self.certain:
             return (
-                f"rank {self.suspects[0]} differs from {_ranks(self.camps[0])}, which agree, in {what}{more}: its "
+                f"rank {self.suspects[0]} differs from {ranks_text(self.camps[0])}, which agree, in {what}{more}: its "
                 "replica has diverged, and nothing is saved from it; check the memory of its host, and what this "
                 "rank computes differently"
             )
-        camps = " and ".join(_ranks(camp) for camp in self.camps[:_RANKS_SHOWN_MAX])
+        camps = " and ".join(ranks_text(camp) for camp in self.camps[:NAMED_RANKS_MAX])
         text = f"{camps} hold different bytes of {what}{more}, and without a majority it is unknown which are right"
         if all(len(camp) > 1 for camp in self.camps):
             text += (
@@ -121,18 +119,6 @@ def _called(tensor: str) -> str:
     if name.kind == "optim":
         return f"{name.key!r}, the optimizer's state of {name.fqn!r},"
     return f"{ {'model': 'parameter', 'buffer': 'buffer'}.get(name.kind, name.kind) } {name.fqn!r}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """
-    >>> _ranks((3,)), _ranks((0, 2)), _ranks((0, 1, 2))
-    ('rank 3', 'ranks 0 and 2', 'ranks 0, 1 and 2')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _RANKS_SHOWN_MAX:
-        return f"ranks {ranks[0]}, {ranks[1]}, ..., {ranks[-1]} ({len(ranks)} ranks)"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 __all__ = ["Digests", "HolderDifference", "compare", "digest_units", "exchange_digests"]

@@ -31,10 +31,10 @@ from lastwords.errors import (
     LastWordsError,
     ReplacedError,
     StorageError,
+    ranks_text,
 )
 from lastwords.optim_wrapper.launch.drill_plan import CHECKPOINTS, DRILL
 from lastwords.sharding.agree import STORE_WAIT_S
-from lastwords.sharding.describe import ranks_text
 
 if TYPE_CHECKING:  # `peek` needs no torch
     from lastwords.optim_wrapper.launch.startup import Agreement
@@ -455,6 +455,6 @@ def begun_of(manifest: Manifest) -> tuple[bool, str]:
     if not others or not moved:
         return bool(begun) and not others, ""
     return False, (
-        f"{', '.join(moved)} changed between step_end() and the next step, which ranks {ranks_text(begun)} had begun, "
-        f"and ranks {ranks_text(others)} had not"
+        f"{', '.join(moved)} changed between step_end() and the next step, which {ranks_text(begun)} had begun, "
+        f"and {ranks_text(others)} had not"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno as _errno
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 SHORTAGES = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.EAGAIN, _errno.ENOMEM, _errno.ENOBUFS})
 """Of descriptors, processes or memory: they pass, so nothing follows from them but another try."""
@@ -156,6 +157,10 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text.strip() else type(error).__name__
 
 
+NAMED_RANKS_MAX: Final = 8
+"""A line names at most this many ranks; a job may have thousands."""
+
+
 def some(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
     """For a message: the first ones, and how many more there are.
 
@@ -164,3 +169,19 @@ def some(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
     """
     every = [*items]
     return between.join(map(str, every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks for people.
+
+    >>> ranks_text([3]), ranks_text([2, 0]), ranks_text(range(20))
+    ('rank 3', 'ranks 0 and 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    ordered = sorted(ranks)
+    if not ordered:
+        return "no rank"
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) <= NAMED_RANKS_MAX:
+        return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+    return f"ranks {some(ordered, NAMED_RANKS_MAX)}"

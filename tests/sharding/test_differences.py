@@ -128,7 +128,7 @@ def test_camps_that_look_like_tensor_parallel_parts_give_a_hint() -> None:
 
 def test_words_stay_short_in_a_large_job() -> None:
     (found,) = compare(job(4096, (4095, A, 99)))
-    assert "ranks 0, 1, ..., 4094 (4095 ranks)" in str(found)
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4087 more" in str(found)
     (uncertain,) = compare(job(4096, *((rank, A, rank + 100) for rank in range(4096))))
     assert len(str(uncertain)) < 400
 
