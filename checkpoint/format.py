@@ -215,7 +215,7 @@ def _entry(name: str, value: Any, where: str) -> tuple[TensorSpec, int, int]:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         _damaged(where, f"the header's entry for {name!r} is not a tensor")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+    if str(dtype) not in DTYPE_BITS or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         _damaged(where, f"the header's entry for {name!r} has a wrong type, shape or offset")
     try:
         return TensorSpec(name, dtype, tuple(shape)), offsets[0], offsets[1]
