@@ -28,6 +28,11 @@ def check() -> None:
     pins.check("accelerate", VERSIONS, PINNED)
 
 
+def set_in_each_epoch(loader: Any) -> list[str]:
+    """For `forget`: what a loop that calls the prepared loader's `set_epoch` as an epoch starts sets there itself."""
+    return ["loader*.sampler.epoch"] * isinstance(data_loader.get_sampler(loader), data_loader.SeedableRandomSampler)
+
+
 def batches_of(loader: Any) -> Batches:
     """What a prepared loader draws its batches from, from now on: for `local_extras`. Called once, before an iterator.
 
