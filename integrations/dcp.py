@@ -46,10 +46,13 @@ Standing = dict[int, tuple[torch.Tensor, Whole]]
 class LastWordsReader(StorageReader):  # type: ignore[misc, unused-ignore]
     """Reads one checkpoint directory (or the newest one in a directory of them) for torch.distributed.checkpoint.
 
-    model, optimizer: what the caller's state dict calls the two; "" where the model's names stand at its top.
-    units: only these units, for pipeline stages and other layouts whose ranks use one name for different tensors.
-    checked: every 4 MiB chunk of which a slice is wanted is read and held against its checksum. checked=False reads
-    only the wanted bytes, and checks only chunks that are read whole.
+    Args:
+        path: the directory.
+        model: what the caller's state dict calls the model; "" where the model's names stand at its top.
+        optimizer: likewise.
+        units: only these units, for pipeline stages and other layouts whose ranks use one name for different tensors.
+        checked: every 4 MiB chunk of which a slice is wanted is read and held against its checksum. False reads only
+            the wanted bytes, and checks only chunks that are read whole.
     """
 
     def __init__(

@@ -72,9 +72,16 @@ def protect(
 ) -> None:
     """Write last words of `trainer.train()` below ckpt_save_path, and go on from what is there. Call it on all ranks.
 
-    A Trainer's own checkpoints stay as they are, and `resume_from_checkpoint` is refused. Raises ConfigError for a
-    version or a layout that is not known, and train() whatever `lastwords.protect`, to which `copy` is handed on, and
-    `resume()` raise.
+    A Trainer's own checkpoints stay as they are, and `resume_from_checkpoint` is refused. `train()` raises whatever
+    `lastwords.protect` and `resume()` raise.
+
+    Args:
+        trainer: one that has not trained yet.
+        ckpt_save_path: directory that all ranks see.
+        copy: as for `TFTRegister`.
+
+    Raises:
+        ConfigError: a version or a layout that is not known.
     """
     pins.check("transformers", VERSIONS, PINNED)
     accelerate_data.check()

@@ -26,7 +26,14 @@ _SHOWN_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What was loaded. tensors: how many of the model's; bytes_read: by this process, from the files."""
+    """What was loaded.
+
+    Attributes:
+        path: of the checkpoint.
+        global_step: its step.
+        tensors: how many of the model's.
+        bytes_read: by this process, from the files.
+    """
 
     path: Path
     global_step: int
@@ -56,15 +63,22 @@ def load_for_inference(
 ) -> LoadedWeights:
     """Fills a built model with the weights of a checkpoint, whatever layout that was saved in; no optimizer, no extras.
 
-    path: a checkpoint, or a directory of them (the newest is taken). model: may be on the meta device; its tensors are
-    then made, on `device` (default: a DTensor's mesh's, else the CPU). Of a DTensor each rank reads its own part only,
-    and no rank talks to another. Element types are the model's: values are converted if they were saved in another.
-    units: see `LastWordsReader`. strict=False: parameters that the model lacks are left out. checked=False: only the
-    wanted bytes are read, instead of every 4 MiB chunk that has some, and only chunks that are read whole are checked.
-    tied: {"head.weight": "embedding.weight"} for one weight that two pipeline stages have saved under a name each; the
-    two are compared, and MismatchError says that they are not the same bit for bit.
-    Raises MismatchError before anything is changed; FormatError, IncompleteError, ReplacedError, StorageError, after
-    which the model may hold rubbish.
+    Of a DTensor each rank reads its own part only, and no rank talks to another. Element types are the model's: values
+    are converted if they were saved in another.
+
+    Args:
+        path: a checkpoint, or a directory of them (the newest is taken).
+        model: may be on the meta device; its tensors are then made, on `device`.
+        device: default: a DTensor's mesh's, else the CPU.
+        units: as in `LastWordsReader`.
+        strict: False: parameters that the model lacks are left out.
+        checked: as in `LastWordsReader`.
+        tied: {"head.weight": "embedding.weight"} for one weight that two pipeline stages have saved under a name each;
+            the two are compared, and MismatchError says that they are not the same bit for bit.
+
+    Raises:
+        MismatchError: before anything is changed.
+        FormatError, IncompleteError, ReplacedError, StorageError: the model may hold rubbish then.
     """
 
     def load(checkpoint: Checkpoint) -> LoadedWeights:

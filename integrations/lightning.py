@@ -184,9 +184,15 @@ def _taken_apart(metric: Any) -> dict[str, Any]:
 class LastWords(pl.Callback):
     """Writes last words of `fit()` below ckpt_save_path, and goes on from what is there.
 
-    Lightning's own checkpoints stay as they are, and `ckpt_path=` is refused. Raises ConfigError for a version, a
-    strategy or a loader that is not known, and fit() whatever `lastwords.protect`, to which `copy` is handed on, and
-    `resume()` raise.
+    Lightning's own checkpoints stay as they are, and `ckpt_path=` is refused. `fit()` raises whatever
+    `lastwords.protect` and `resume()` raise.
+
+    Args:
+        ckpt_save_path: directory that all ranks see.
+        copy: as for `TFTRegister`.
+
+    Raises:
+        ConfigError: a version, a strategy or a loader that is not known.
     """
 
     def __init__(

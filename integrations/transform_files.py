@@ -29,14 +29,24 @@ def transform_checkpoints(
 ) -> None:
     """Writes `rank_N/{ckpt_prefix}{N}.ckpt` for every destination rank into a new directory.
 
-    The source has sub-directories `rank_N/`, of each of which the newest file is taken, by the step that stands in it;
-    all have to be of one step. If it is one of our checkpoints (with a manifest), its own strategy serves for None,
-    every byte is checked, and any rank of a group will do for what all of the group held. Else None means: not
-    divided. The destination appears whole or not at all. On a terminal, bars on stderr show how far it is.
+    The destination appears whole or not at all. On a terminal, bars on stderr show how far it is.
 
-    Raises NotTextError (a TypeError), ConfigError (a ValueError) if the destination exists or the prefix is no part of
-    a name, StrategyError (a ValueError), IncompleteError that names a missing source rank, MismatchError for two models
-    or two steps, FormatError, ReplacedError, StorageError.
+    Args:
+        src_checkpoints_dir: has sub-directories `rank_N/`, of each of which the newest file is taken, by the step that
+            stands in it; all have to be of one step. If it is one of our checkpoints (with a manifest), its own
+            strategy serves for None, every byte is checked, and any rank of a group will do for what all of the group
+            held.
+        dst_checkpoints_dir: the new directory.
+        ckpt_prefix: of the files' names.
+        src_strategy_file: None: not divided.
+        dst_strategy_file: likewise.
+
+    Raises:
+        NotTextError: an argument is no str (a TypeError).
+        ConfigError: the destination exists, or the prefix is no part of a name (a ValueError).
+        IncompleteError: a source rank is missing; it is named.
+        MismatchError: two models, or two steps.
+        StrategyError, FormatError, ReplacedError, StorageError: a file is damaged, was replaced, or cannot be read.
     """
     with rank_bars() as progress:
         transform_all(

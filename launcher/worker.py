@@ -24,12 +24,12 @@ _called = False
 
 
 def run(main: Callable[[], object]) -> None:
-    """Run a training script's `main`, which takes no arguments; what it returns is dropped.
+    """Run a training script's `main`, which takes no arguments; what it returns is dropped. Training thread only.
 
     Only a dynamic cluster needs it (docs/cluster.md): where the environment says that this is the scheduler it runs
     that, and in a worker a supervisor, which runs the script from its first line in other processes. Under `lastwords
-    run`, torchrun and plain python it calls `main`. Training thread only. A ConfigError, here or in `main`,
-    ends this process with one line and exit code 2, a BusyError with 5.
+    run`, torchrun and plain python it calls `main`. A ConfigError, here or in `main`, ends this process with one line
+    and exit code 2, a BusyError with 5.
     """
     log_lines.begin(os.environ.get("RANK", ""))
     try:

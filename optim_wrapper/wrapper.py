@@ -145,8 +145,14 @@ class _Inners:
 class OptTFTWrapper(Optimizer):
     """Wraps any `torch.optim.Optimizer`; hand it to schedulers, scalers and loops in the inner one's place.
 
-    Raises NotAnOptimizerError for anything that is not an Optimizer and ConfigError for one that is wrapped
-    already. Copies made by deepcopy or pickle are not attached, just as they have no hooks.
+    Copies made by deepcopy or pickle are not attached, just as they have no hooks.
+
+    Args:
+        optimizer: the inner one.
+
+    Raises:
+        NotAnOptimizerError: it is not an Optimizer.
+        ConfigError: it is wrapped already.
     """
 
     _inner: Optimizer

@@ -35,11 +35,17 @@ _FORMS = "Part(dim=0, index=1, of=4) for equal parts, Part(offsets=(4, 0), shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Which part of a whole tensor the holders of a unit have.
+    """Which part of a whole tensor the holders of a unit have, in elements. Its own shape is that of the tensor.
 
-    Either one of `of` equal parts along `dim` (negative: from the end), the one with number `index`, from 0. Or, for
-    parts of different sizes or cut along several dimensions, `offsets` of its first element in a whole of `shape`.
-    All in elements; the part's own shape is that of the tensor.
+    Either one of equal parts (`dim`, `index`, `of`), or, for parts of different sizes or cut along several dimensions,
+    `offsets` and `shape`.
+
+    Args:
+        dim: dimension along which it is cut; negative: from the end.
+        index: number of the part, from 0.
+        of: number of parts.
+        offsets: of its first element in the whole.
+        shape: of the whole.
     """
 
     dim: int | None = None
@@ -103,11 +109,16 @@ class Part:
 class Unit:
     """Tensors that exactly the ranks `holders` hold, bit for bit the same.
 
-    tensors: patterns (fnmatch, case matters) over the names of parameters and buffers. The first declared unit that a
-    rank holds and whose patterns match takes the tensor; what no declared unit takes finds its unit by itself.
-    cuts: pattern -> `Part`, for tensors that were cut by hand: which part of the whole the holders have. The first
-    pattern that matches counts, what none matches is whole. Without it such a tensor can only be resumed in this very
-    layout, because nobody knows how its parts belong together.
+    Args:
+        name: of one's own.
+        holders: ranks.
+        tensors: patterns (fnmatch, case matters) over the names of parameters and buffers. The first declared unit that
+            a rank holds and whose patterns match takes the tensor; what no declared unit takes finds its unit by
+            itself.
+        cuts: pattern -> `Part`, for tensors that were cut by hand: which part of the whole the holders have. The first
+            pattern that matches counts, what none matches is whole. Without it such a tensor can only be resumed in
+            this very layout, because nobody knows how its parts belong together.
+        mesh_ranks: set by `units_from_mesh`.
     """
 
     name: str
@@ -172,21 +183,33 @@ def units_from_mesh(
 ) -> tuple[Unit, ...]:
     """Units of a job whose ranks form a mesh of `pp` stages, `dp` replicas and `tp` tensor-parallel parts.
 
-    mesh: the job's DeviceMesh over all of its ranks, with dimensions named "pp", "dp" and "tp", in any order and as
-    many of them as there are; then dp, tp, pp and order are left out.
-    order: the axes from the slowest to the fastest, as for `init_device_mesh`; axes of size 1 may be left out.
-    Ranks along dp are copies of each other, with two exceptions:
-    optimizer_shard_size: the optimizer is sharded over as many *consecutive* members of dp; copies are then the ranks
-    with the same place in their blocks. expert_parallel: tensors that match `experts` are held by the ranks whose
-    index along dp is equal modulo this number; an optimizer shard then lies within those ranks, and if they are fewer
-    than optimizer_shard_size, all of them share one.
-    replicated: patterns of tensors that tensor parallelism leaves whole (LayerNorm, some biases): along tp they are
-    copies too. cut: pattern -> the dimension along which tensor parallelism has cut such tensors by hand into `tp`
-    equal parts, in the order of the tp index, such as {"*.up.weight": 0, "*.down.weight": 1}; then they can be resumed
-    in another layout. world_size: compared with the mesh, where it is known.
+    Ranks along dp are copies of each other, but for optimizer_shard_size and expert_parallel. A unit of all ranks is
+    called "replicated", others after their coordinates.
 
-    A unit of all ranks is called "replicated", others after their coordinates. Raises ConfigError.
+    Args:
+        mesh: the job's DeviceMesh over all of its ranks, with dimensions named "pp", "dp" and "tp", in any order and as
+            many of them as there are; then dp, tp, pp and order are left out.
+        dp: replicas.
+        tp: tensor-parallel parts.
+        pp: pipeline stages.
+        optimizer_shard_size: the optimizer is sharded over as many *consecutive* members of dp; copies are then the
+            ranks with the same place in their blocks.
+        expert_parallel: tensors that match `experts` are held by the ranks whose index along dp is equal modulo this
+            number; an optimizer shard then lies within those ranks, and if they are fewer than optimizer_shard_size,
+            all of them share one.
+        order: the axes from the slowest to the fastest, as for `init_device_mesh`; axes of size 1 may be left out.
+        replicated: patterns of tensors that tensor parallelism leaves whole (LayerNorm, some biases): along tp they are
+            copies too.
+        experts: patterns of the experts' tensors.
+        cut: pattern -> the dimension along which tensor parallelism has cut such tensors by hand into `tp` equal parts,
+            in the order of the tp index, such as {"*.up.weight": 0, "*.down.weight": 1}; then they can be resumed in
+            another layout.
+        world_size: compared with the mesh, where it is known.
 
+    Raises:
+        ConfigError: sizes that do not fit, or a name that is not known.
+
+    Example:
         >>> [(unit.name, unit.holders) for unit in units_from_mesh(dp=2, tp=4)]
         [('tp0', (0, 4)), ('tp1', (1, 5)), ('tp2', (2, 6)), ('tp3', (3, 7))]
     """

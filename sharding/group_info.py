@@ -172,8 +172,12 @@ def _damaged(path: Path, what: str) -> GroupInfoError:
 def restore_group_info_list(path: str) -> list[int]:
     """Ranks whose checkpoint file can stand in for that of the rank which wrote this group_info file, itself included.
 
-    Raises TypeError (NotTextError) for a path that is no str; ValueError (GroupInfoError) for a file that is missing,
-    empty, damaged, or without the list.
+    Args:
+        path: the group_info file.
+
+    Raises:
+        NotTextError: the path is no str (a TypeError).
+        GroupInfoError: the file is missing, empty, damaged, or without the list (a ValueError).
     """
     _refuse_other_types("path", path)
     return list(read_group_info(Path(path)).group)
@@ -182,11 +186,14 @@ def restore_group_info_list(path: str) -> list[int]:
 def get_ckpt_path_with_strategy(ckpt_path: str, strategy_path: str) -> str | None:
     """`ckpt_path` if that file exists; else the first file that does of a rank of the same group; else None.
 
-    ckpt_path: a rank's own file; the last `rank_K` in it says of which rank, and wherever the same `rank_K` stands in
-    it, another rank's number is tried, lowest first. Without any, there is no other file to look for.
-    strategy_path: the rank's group_info file, which is read only if its own checkpoint file is gone.
-    Raises TypeError and ValueError as `restore_group_info_list` does; ValueError (ConfigError) if the group_info file
-    is of another group than the checkpoint's rank.
+    Args:
+        ckpt_path: a rank's own file; the last `rank_K` in it says of which rank, and wherever the same `rank_K` stands
+            in it, another rank's number is tried, lowest first. Without any, there is no other file to look for.
+        strategy_path: the rank's group_info file, which is read only if its own checkpoint file is gone.
+
+    Raises:
+        NotTextError, GroupInfoError: as `restore_group_info_list` does.
+        ConfigError: the group_info file is of another group than the checkpoint's rank (a ValueError).
     """
     _refuse_other_types("ckpt_path", ckpt_path)
     _refuse_other_types("strategy_path", strategy_path)

@@ -56,15 +56,24 @@ def transform_checkpoint_by_rank(
 ) -> None:
     """Writes what destination rank `rank_id` holds into one new file, out of the files of source ranks.
 
-    checkpoint_files_map: source rank -> its .ckpt. Those that `rank_list_for_transform` names have to be there, or of
-    each another one of its group. What is read of a file that lies in its checkpoint's directory is checked against the
-    manifest; of any other no checksums are known. None for a strategy: not divided. Holds one tensor of the destination
-    in memory. The file appears whole or not at all.
+    Holds one tensor of the destination in memory. The file appears whole or not at all. What is read of a file that
+    lies in its checkpoint's directory is checked against the manifest; of any other no checksums are known.
 
-    Raises NotARankError (a TypeError) for a rank that is no int, NotTextError (a TypeError), ConfigError (a ValueError)
-    for a name that does not end in .ckpt or that exists, BusyError if another process writes it, StrategyError (a
-    ValueError), IncompleteError that names the rank whose file is missing, MismatchError for strategies of two models
-    or files of two steps, FormatError, ReplacedError, StorageError.
+    Args:
+        rank_id: in the destination.
+        checkpoint_files_map: source rank -> its .ckpt. Those that `rank_list_for_transform` names have to be there, or
+            of each another one of its group.
+        save_checkpoint_file_name: the new file; it ends in .ckpt.
+        src_strategy_file: None: not divided.
+        dst_strategy_file: likewise.
+
+    Raises:
+        NotARankError, NotTextError: an argument is of another type (a TypeError).
+        ConfigError: the name does not end in .ckpt, or exists (a ValueError).
+        BusyError: another process writes it.
+        IncompleteError: a rank's file is missing; it is named.
+        MismatchError: strategies of two models, or files of two steps.
+        StrategyError, FormatError, ReplacedError, StorageError: a file is damaged, was replaced, or cannot be read.
     """
     if type(rank_id) is not int:
         raise NotARankError(f"rank_id must be an int, not {rank_id!r}")

@@ -301,9 +301,16 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str, os:
     """Joins the strategy files of a directory, one of each stage, into one file.
 
     Stages are in one world and number its ranks alike, as `save_strategy(group=...)` does. A tensor of one name and
-    form in several stages is taken for one that they share (tied weights). Raises NoStrategiesError (a
-    NotADirectoryError) if it is no directory, StrategyError (a ValueError) if it is empty, two stages contradict each
-    other or ranks hold nothing, NotTextError (a TypeError) for an argument that is no path.
+    form in several stages is taken for one that they share (tied weights).
+
+    Args:
+        src_strategy_dirs: the directory.
+        dst_strategy_file: the new file.
+
+    Raises:
+        NoStrategiesError: it is no directory (a NotADirectoryError).
+        StrategyError: it is empty, two stages contradict each other or ranks hold nothing (a ValueError).
+        NotTextError: an argument is no path (a TypeError).
     """
     source, target = (
         Path(text("src_strategy_dirs", src_strategy_dirs)),
@@ -373,12 +380,20 @@ def rank_list_for_transform(
 ) -> list[int]:
     """Source ranks whose state the destination rank needs, sorted; of copies the lowest rank is named.
 
-    None for a strategy: not divided, everything is whole on rank 0. A file may be a checkpoint's directory too. What
-    was read last is kept until a file changes, so that to ask for one rank after the other costs little more than to
-    ask for one.
-    Raises NotARankError (a TypeError) for a rank that is no int, NotTextError (a TypeError), ConfigError for a rank
-    outside the destination's world, StrategyError (a ValueError) for a file that is missing, empty or damaged,
-    MismatchError for two different models.
+    What was read last is kept until a file changes, so that to ask for one rank after the other costs little more than
+    to ask for one.
+
+    Args:
+        rank_id: in the destination.
+        src_strategy_file: or a checkpoint's directory. None: not divided, everything is whole on rank 0.
+        dst_strategy_file: likewise.
+
+    Raises:
+        NotARankError: the rank is no int (a TypeError).
+        NotTextError: a path is no str (a TypeError).
+        ConfigError: the rank is outside the destination's world.
+        StrategyError: a file is missing, empty or damaged (a ValueError).
+        MismatchError: two different models.
     """
     if type(rank_id) is not int:
         raise NotARankError(f"rank_id must be an int, not {rank_id!r}")

@@ -87,12 +87,16 @@ class _At(NamedTuple):
 class Batches:
     """Iterate over it in the loader's place, once an epoch, and give it to `local_extras`. Training thread.
 
-    loader: a DataLoader, or any iterable whose iterators yield an epoch each; see `stand_in` for one that comes later.
-    ahead: the loop fetches one batch more than it has trained on (accelerate's loaders do). In a resumed run the first
-    iterator begins after the batches that were used, or is a new epoch if all of them were (of a loader without a
-    length, if it was asked for more); samplers have to know their epoch by then (`set_epoch`). Before each fetch it
-    says `step_begin()`. ConfigError for a fetch if it is not among the `local_extras` of a run that has started; an
-    iterator may be made before.
+    In a resumed run the first iterator begins after the batches that were used, or is a new epoch if all of them were
+    (of a loader without a length, if it was asked for more); samplers have to know their epoch by then (`set_epoch`).
+    Before each fetch it calls `step_begin()`. An iterator may be made before the run has started.
+
+    Args:
+        loader: a DataLoader, or any iterable whose iterators yield an epoch each; None: `stand_in` says it later.
+        ahead: the loop fetches one batch more than it has trained on (accelerate's loaders do).
+
+    Raises:
+        ConfigError: a fetch where it is not among the `local_extras` of a run that has started.
     """
 
     def __init__(self, loader: Any = None, *, ahead: bool = False) -> None:

@@ -320,20 +320,27 @@ def raise_for_all(own: Exception | None, problem: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a resumed run stands: `step` of `epoch` (both 1-based) was the last one done, `global_step` in all.
+    """Where a resumed run stands: after step `step` of epoch `epoch` (both from 1), which is `global_step` in all.
 
-    epoch, step: None where a loop of one's own had not said yet, with `step_end`, what it calls the step that was saved
-    (or never says it). `global_step` is always known.
-    exact: every later step will be bitwise what it would have been; if not, `reasons` says why, one sentence each.
-    In a loop without `steps()` that holds if the loop sets its data back and draws no random numbers on the way.
-    groups: names of the parameters in each of the optimizer's param groups, those that were added on the way included.
-    beside: names of what the saved run's loop had changed in variables, closures and globals, and in objects that these
-    lead to: it is as this process has made it. What of it the loop reads belongs into `extras`; `exact` says nothing of
-    it.
-    drilled: what the newest `lastwords drill --record` beside the checkpoints has covered, and in `drilled.changed`
-    whether it still speaks for this script, these versions and this number of ranks. `exact` does not depend on it.
-    begun: the saved run's loop had come from the end of that step to the start of the next one, on all ranks: what it
-    does in between (an evaluation, say) is done. False: it is not, or not on all; or the loop makes no difference.
+    Attributes:
+        epoch: None where a loop of one's own had not said yet, with `step_end`, what it calls the step that was saved.
+        step: likewise.
+        global_step: always known.
+        exact: every later step will be bitwise what it would have been. In a loop without `steps()` that holds if the
+            loop sets its data back and draws no random numbers on the way.
+        reasons: why it is not exact, one sentence each.
+        path: the checkpoint.
+        groups: names of the parameters in each of the optimizer's param groups, those that were added on the way
+            included.
+        beside: names of what the saved run's loop had changed in variables, closures and globals, and in objects that
+            these lead to: it is as this process has made it. What of it the loop reads belongs into `extras`; `exact`
+            says nothing of it.
+        begun: the saved run's loop had come from the end of that step to the start of the next one, on all ranks: what
+            it does in between (an evaluation, say) is done. False: it is not, or not on all; or the loop makes no
+            difference.
+        drilled: what the newest `lastwords drill --record` beside the checkpoints has covered, and in `drilled.changed`
+            whether it still speaks for this script, these versions and this number of ranks. `exact` does not depend on
+            it.
     """
 
     epoch: int | None
@@ -351,15 +358,21 @@ class ResumePoint:
 def peek(path: str | os.PathLike[str], missing_ok: bool | None = None, *, agreed: bool = False) -> ResumePoint | None:
     """Where the run of a checkpoint stands, before any model, loader or process group is made.
 
-    path: a checkpoint, or a directory of them (ckpt_save_path), of which the one counts that `resume()` would take.
-    Reads the manifest, and sizes and headers of the files; any thread, any process. missing_ok: as in `resume()`.
-    agreed: all ranks of a process group call it, and have what rank 0 finds, or its error.
-    `exact` and `reasons` are those of the saved run: what differs here, another torch or number of ranks, only
-    `resume()` can say. Raises IncompleteError if there is none, FormatError if it is damaged or only unusable ones are
-    there, StorageError if the system does not let it be read, ConfigError if `path` is a file.
+    Reads the manifest, and sizes and headers of the files; any thread, any process. `exact` and `reasons` are those of
+    the saved run: what differs here, another torch or number of ranks, only `resume()` can say. Only `resume()` knows,
+    too, what is in a fallback_path; and, of a restart by torchrun on several nodes, that it is one where this node's
+    torchrun has not restarted its workers (on the others only this job's checkpoints count).
 
-    What only `resume()` knows: what is in a fallback_path; and, of a restart by torchrun on several nodes, that it is
-    one where this node's torchrun has not restarted its workers (on the others only this job's checkpoints count).
+    Args:
+        path: a checkpoint, or a directory of them (ckpt_save_path), of which the one counts that `resume()` would take.
+        missing_ok: as in `resume()`.
+        agreed: all ranks of a process group call it, and have what rank 0 finds, or its error.
+
+    Raises:
+        IncompleteError: there is no checkpoint.
+        FormatError: it is damaged, or only unusable ones are there.
+        StorageError: the system does not let it be read.
+        ConfigError: `path` is a file.
     """
     if agreed:
         return _agreed(lambda: peek(path, missing_ok))

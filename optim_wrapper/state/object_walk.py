@@ -90,7 +90,9 @@ _HOOKS = "hooks"
 class AttributesOf:
     """For `variables=`: the attributes of a library's object are state. It is not kept alive.
 
-    without: names that are not looked at; None: those that begin with "_".
+    Args:
+        of: the object.
+        without: names that are not looked at; None: those that begin with "_".
     """
 
     __slots__ = ("__dict__", "of", "without")

@@ -20,11 +20,13 @@ KEEP = 5
 class CheckpointConfig:
     """For `tft.every(config)`. As upstream: steps are preferred to seconds, and `keep_checkpoint_max` to minutes.
 
-    Raises ConfigError (a ValueError) where all four numbers are 0 or None, and for anything that cannot be meant;
-    WrongTypeError (a TypeError as well) where upstream raises TypeError.
     Unlike upstream, training never waits for a checkpoint (`async_save`), every rank writes its own part, which any
     layout can load (`integrated_save`), everything has a checksum (`crc_check`), and an exception is always saved
     (`exception_save`): these four change nothing here. `append_info` is refused: register such values with `extras=`.
+
+    Raises:
+        ConfigError: all four numbers are 0 or None, or anything that cannot be meant (a ValueError).
+        WrongTypeError: where upstream raises TypeError (a TypeError as well).
     """
 
     save_checkpoint_steps: int | None = 1
@@ -77,8 +79,11 @@ class CheckpointConfig:
 class ModelCheckpoint:
     """For `tft.every(ModelCheckpoint(...))`, instead of a callback of `Model.train`.
 
-    prefix: accepted, and not used: periodic checkpoints have the names of last words, so that every tool finds them.
-    directory: None, or the `ckpt_save_path` of the job. config: None for `CheckpointConfig()`.
+    Args:
+        prefix: accepted, and not used: periodic checkpoints have the names of last words, so that every tool finds
+            them.
+        directory: None, or the `ckpt_save_path` of the job.
+        config: None for `CheckpointConfig()`.
     """
 
     prefix: str = "CKP"

@@ -48,13 +48,21 @@ def save_strategy(
     """Writes to `path` how parameters, buffers and the optimizer's state are divided over the ranks of this job.
 
     Every rank of the job calls it with the same path, at any time between two steps, the first one included; the lowest
-    writes. model: as the loop calls it; it may be on the meta device. optimizer: with or without
-    OptTFTWrapper, or several. units, names: as for TFTRegister. group: only its ranks call it, and the file says only
-    what they hold, as one stage of a pipeline; `merge_pipeline_strategys` joins such files.
+    writes. A collective over the process group's store: every rank returns when the file is there, or gets an error.
 
-    Every rank returns when the file is there, or gets an error: ConfigError for tensors that have no strategy, named
-    with what to do, StorageError if the file exists or cannot be written, UnavailableError if another rank does not
-    come within 300 s. A collective over the process group's store.
+    Args:
+        model: as the loop calls it; it may be on the meta device.
+        optimizer: with or without OptTFTWrapper, or several.
+        path: of the file.
+        units: as for TFTRegister.
+        names: likewise.
+        group: only its ranks call it, and the file says only what they hold, as one stage of a pipeline;
+            `merge_pipeline_strategys` joins such files.
+
+    Raises:
+        ConfigError: tensors that have no strategy, named with what to do.
+        StorageError: the file exists or cannot be written.
+        UnavailableError: another rank does not come within 300 s.
     """
     world = World()
     ranks = _ranks(world, group)

@@ -47,15 +47,23 @@ def protect(
     in_place: bool = False,
     **more: Unpack[More],
 ) -> TFTRegister:
-    """A `TFTRegister` whose controller runs on rank 0's host, on any free port: `with protect(...) as tft:`.
+    """Protect a training run: `with lastwords.protect(path, model=..., optimizer=...) as tft:`.
 
-    optimizer: a plain optimizer, or several, which are wrapped here (an `OptTFTWrapper` stays as it is). From then on
-    the loop, gradient scalers and frameworks have to use `tft.optimizer`; a scheduler may have either of the two. The
-    plain one refuses to step by itself while the run is protected (ConfigError, and nothing is written).
-    in_place: a plain optimizer may be used as before instead: its own `step` and `zero_grad` are the wrapper's, for
-    frameworks that hold it already.
-    more: as for `TFTRegister`. The address is the launcher's, MASTER_ADDR, which torchrun sets. Raises ConfigError
-    where a job of several ranks has none or it is no address, NotAnOptimizerError, and whatever `TFTRegister` raises.
+    Makes a `TFTRegister` whose controller runs on the host of rank 0 (the launcher's MASTER_ADDR), on any free port.
+
+    Args:
+        ckpt_save_path: directory for checkpoints, which all ranks and the controller see.
+        model: the module as the loop calls it (DDP included).
+        optimizer: a plain optimizer, or several, which are wrapped here (an `OptTFTWrapper` stays as it is). From then
+            on the loop, gradient scalers and frameworks have to use `tft.optimizer`; a scheduler may have either of the
+            two. `step()` of the plain one raises ConfigError while the run is protected, and changes nothing.
+        in_place: the plain optimizer may be used as before: its own `step` and `zero_grad` become the wrapper's, for
+            frameworks that hold it already.
+        more: as for `TFTRegister`.
+
+    Raises:
+        ConfigError: a job of several ranks has no MASTER_ADDR, or it is no address; or as `TFTRegister` does.
+        NotAnOptimizerError: `optimizer` is none.
     """
     if unknown := [name for name in more if name not in More.__annotations__]:
         raise TypeError(f"lastwords.protect() got an unexpected keyword argument {unknown[0]!r}")

@@ -53,31 +53,46 @@ _log = logging.getLogger(__name__)
 class TFTRegister:
     """Protects a training run: when a process dies, the survivors' state is saved, and a restart goes on from it.
 
-    `lastwords.protect` is the short form. ctrl_rank_id, ctrl_ip, ctrl_port: the rank that starts the controller, the
-    address of its host that all ranks reach, and a free port there (0: any). ckpt_save_path: directory that all ranks
-    and the controller see. model: the module as the loop calls it (DDP included). optimizer: an `OptTFTWrapper`.
-    extras: name -> object with state_dict()/load_state_dict() (a scheduler, a GradScaler) or a dict of plain
-    values, the same on every rank. local_extras: likewise, but different on each rank.
-    fallback_path: second directory for last words, used when the first one refuses (a full disk).
-    data: "refetch" fetches and drops the batches that were done when a loader with workers is resumed (exact also
-    where the dataset draws random numbers); "skip" skips them by index.
-    units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
-    experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts (FSDP2,
-    HSDP, parallelize_module) and ZeroRedundancyOptimizer need none. names: see `GlobalNames`, for stages and experts.
-    forget: names of attributes that nothing reads again after a step, as reasons name them (`*`: any part of a name):
-    they are neither saved nor a reason. Stored with each checkpoint, and shown by `lastwords inspect`.
-    repeats: where `ResumePoint.begun` is False, the resumed loop does again what it does between step_end() and
-    step_begin(), so nothing is lost if a rank dies in between. What it has set in attributes between resume() and its
-    first step_begin() counts for nothing there: they are put back once more.
-    variables: what objects, lists and dicts hold in local variables of the functions that run the loop is state as well
-    (see docs/exact-resume.md): as soon as it has changed, it is saved, and put back into the same objects. A dict names
-    the objects of which that holds instead, such as a framework's callbacks (see `AttributesOf`).
-    gate, verify_every, copy: see `Options`; they matter where not every rank holds everything, or where there are
-    several optimizers (`optimizer` is a list of wrappers then: each of them steps at most once in a step).
+    `lastwords.protect` is the short form. Use it as a context manager. The constructor does no I/O. All methods belong
+    to the training thread. With `MS_ENABLE_TFT='{TTP:0}'` nothing is started and nothing is protected, but `steps`,
+    `step_end` and `resume` work.
 
-    Use as a context manager. The constructor does no I/O; it raises ConfigError for what cannot work. All methods
-    belong to the training thread. With `MS_ENABLE_TFT='{TTP:0}'` nothing is started and nothing is protected, but
-    `steps`, `step_end` and `resume` work.
+    Args:
+        ctrl_rank_id: the rank that starts the controller.
+        ctrl_ip: the address of its host, which all ranks reach.
+        ctrl_port: a free port there; 0: any.
+        ckpt_save_path: directory for checkpoints, which all ranks and the controller see.
+        model: the module as the loop calls it (DDP included).
+        optimizer: an `OptTFTWrapper`, or a list of them, each of which steps at most once in a step.
+        extras: name -> object with state_dict()/load_state_dict() (a scheduler, a GradScaler) or a dict of plain
+            values, the same on every rank.
+        local_extras: likewise, but different on each rank.
+        fallback_path: second directory for last words, used when the first one refuses (a full disk).
+        data: "refetch" fetches and drops the batches that were done when a loader with workers is resumed (exact also
+            where the dataset draws random numbers); "skip" skips them by index.
+        units: who holds what, where that cannot be seen from the tensors (tensor parallelism by hand, pipeline stages,
+            experts): `units_from_mesh(...)`, or `Unit`s of one's own, the same on every rank. DDP, DTensor layouts
+            (FSDP2, HSDP, parallelize_module) and ZeroRedundancyOptimizer need none.
+        names: a function from a tensor's name in this rank's model to its name in the job, for stages and experts.
+        gate: "auto" adds a collective before an update where not every rank holds everything or there are several
+            optimizers; "existing": the loop has one of its own, which every rank enters once its gradients are final,
+            and no rank updates before all have.
+        verify_every: compare the replicas every so many steps; 0: only when the loop begins.
+        copy: "auto" copies, at each step's end, what has been seen to change outside of `optimizer.step()`; True copies
+            all state, while the next step is computed; "now" copies it within the step's end; a number is True for
+            every so many steps. False copies nothing, and reports such changes.
+        forget: names of attributes that nothing reads again after a step, as reasons name them (`*`: any part of a
+            name). They are neither saved nor a reason. Stored with each checkpoint, and shown by `lastwords inspect`.
+        variables: True: what objects, lists and dicts hold in local variables of the functions that run the loop is
+            state as well (see docs/exact-resume.md): once it has changed it is saved, and put back into the same
+            objects. A dict names the objects of which that holds instead, such as a framework's callbacks (see
+            `AttributesOf`).
+        repeats: where `ResumePoint.begun` is False, the resumed loop does again what it does between step_end() and
+            step_begin(), so nothing is lost if a rank dies in between. What it has set in attributes between resume()
+            and its first step_begin() is overwritten there once more.
+
+    Raises:
+        ConfigError: what cannot work.
     """
 
     @tells_the_others
@@ -149,8 +164,10 @@ class TFTRegister:
     def start(self) -> None:
         """Register with the controller (rank ctrl_rank_id starts it first); returns when all ranks are there.
 
-        For scripts without `with`: call `stop()` after the loop. Raises ConfigError, StorageError or UnavailableError
-        with what to do about it; nothing is left running then.
+        For scripts without `with`: call `stop()` after the loop. Where it raises, nothing is left running.
+
+        Raises:
+            ConfigError, StorageError, UnavailableError: with what to do about it.
         """
         if self._entered:
             raise ConfigError("this TFTRegister has already been entered; create a new TFTRegister for another run")
@@ -186,7 +203,10 @@ class TFTRegister:
     def failed(self, error: BaseException) -> None:
         """An exception has left the loop, on this rank: for scripts without `with`, before they raise it again.
 
-        Waits until the incident is over. Raises SystemExit where it is only the echo of another rank's end.
+        Waits until the incident is over.
+
+        Raises:
+            SystemExit: the exception is only the echo of another rank's end.
         """
         self.__exit__(type(error), error, error.__traceback__)
 
@@ -222,7 +242,7 @@ class TFTRegister:
 
     @property
     def optimizers(self) -> tuple[OptTFTWrapper, ...]:
-        """All of them, as they were given."""
+        """All wrapped optimizers, in the order in which they were given."""
         return self._optimizers
 
     @property
@@ -253,12 +273,19 @@ class TFTRegister:
     def resume(self, missing_ok: bool | None = None) -> ResumePoint | None:
         """Go on from the newest complete checkpoint below ckpt_save_path; call it before the loop, on all ranks.
 
-        Weights, buffers, optimizer, extras and random number streams are restored here, the data position when the
-        loop begins. Raises IncompleteError if there is no checkpoint; with missing_ok=True returns None instead, and
-        so it does by itself where `restarted`: then, and where LASTWORDS_JOB names the job, only its own checkpoints
-        count, and those from which it has resumed, and ConfigError says that there are only others. What another world
-        size or parallel layout has saved is put together anew while it is read; that is never `exact`.
-        Raises MismatchError if it is of another model or optimizer, FormatError if it is damaged: do not train then.
+        Weights, buffers, optimizer, extras and random number streams are restored here, the data position when the loop
+        begins. What another world size or parallel layout has saved is put together anew while it is read; that is
+        never `exact`.
+
+        Args:
+            missing_ok: return None if there is no checkpoint. None: as True where `restarted`. Then, and where
+                LASTWORDS_JOB names the job, only its own checkpoints count, and those from which it has resumed.
+
+        Raises:
+            IncompleteError: there is no checkpoint.
+            ConfigError: there are only other jobs' checkpoints.
+            MismatchError: it is of another model or optimizer. Do not train then.
+            FormatError: it is damaged. Do not train then.
         """
         run = self._started("resume")
         if run.begun or run.resumed is not None:
@@ -300,7 +327,8 @@ class TFTRegister:
     def save_only(self, lacks: str) -> None:
         """For whoever protects a loop that it does not know: what is saved is told to be not exact.
 
-        lacks: what the script has to do to be resumed; `lastwords run` says so after a death, and does not heal.
+        Args:
+            lacks: what the script has to do to be resumed; `lastwords run` says so after a death, and does not heal.
         """
         self._started("save_only").save_only(lacks)
 
@@ -317,12 +345,19 @@ class TFTRegister:
     ) -> None:
         """Write periodic checkpoints behind the training; call it on all ranks, with the same numbers, before the loop.
 
-        steps: after each global step that is a multiple. seconds: so long after the one before. keep: so many of the
-        newest remain (5), all with 0; keep_per_minutes: instead, one in so many minutes. Last words are not counted,
-        and stay. config: instead of these, in MindSpore's words. Each rank copies its part between two steps, which
-        takes host memory of that size, and trains on while a thread writes it. One that falls due by steps while
-        another is being written is left out. Nothing that fails here stops the training. Raises ConfigError for what
-        cannot be meant, and at a second call, which would silently replace the first.
+        Each rank copies its part between two steps, which takes host memory of that size, and trains on while a thread
+        writes it. One that falls due by steps while another is being written is left out. Nothing that fails here stops
+        the training.
+
+        Args:
+            config: instead of the numbers, in MindSpore's words.
+            steps: after each global step that is a multiple.
+            seconds: so long after the one before.
+            keep: so many of the newest remain (5); 0: all. Last words are not counted, and stay.
+            keep_per_minutes: instead, one in so many minutes.
+
+        Raises:
+            ConfigError: what cannot be meant, and a second call, which would silently replace the first.
         """
         run = self._started("every")
         if run.begun:
@@ -350,9 +385,16 @@ class TFTRegister:
     def steps(self, loader: Iterable[Any], epochs: int, accumulate: int = 1) -> Iterator[tuple[int, int, Any]]:
         """(epoch, step, batch) for every batch, from where the run stands; both count from 1.
 
-        A step is `accumulate` batches (the last one of an epoch may have fewer) and ends when the next batch is asked
-        for; `ends_step` tells whether the batch in hand is its last. All ranks must have the same number of steps;
-        ConfigError otherwise, and at once for what cannot work. Calls `set_epoch(epoch - 1)` where the sampler has it.
+        A step ends when the next batch is asked for; `ends_step` tells whether the batch in hand is its last. Calls
+        `set_epoch(epoch - 1)` where the sampler has it.
+
+        Args:
+            loader: a DataLoader, or another iterable that yields an epoch each time.
+            epochs: in all, those that were done before a resume included.
+            accumulate: batches in a step; the last one of an epoch may have fewer.
+
+        Raises:
+            ConfigError: ranks have different numbers of steps; and at once for what cannot work.
         """
         run = self._started("steps")
         if run.begun or run.steps is not None:
@@ -385,13 +427,18 @@ class TFTRegister:
     def step_begin(self, epoch: int | None = None, step: int | None = None) -> None:
         """In a loop of one's own: the next step begins here, and here a resumed run goes on.
 
-        Called on every rank, at the same place in each step, after whatever the loop does between two steps: an
+        Call it on every rank, at the same place in each step, after whatever the loop does between two steps: an
         evaluation, a log, an iterator that is built. What has changed since `step_end()` (random streams, extras,
-        attributes) is saved as of here. The first call after `resume()` puts the random streams back to where they
-        were at this place. Only the first call after a `step_end()` counts, so a loop over micro-batches may call it
-        for each of them. epoch, step (both 1-based): what `step_end()` will call it, for a loop in which all ranks may
-        fail before that. ConfigError in `steps()`, which does all that by itself, and between `optimizer.step()` and
-        `step_end()`.
+        attributes) is saved as of here. The first call after `resume()` puts the random streams back to where they were
+        at this place. Only the first call after a `step_end()` counts, so a loop over micro-batches may call it for
+        each of them.
+
+        Args:
+            epoch: what `step_end()` will call it (from 1), for a loop in which all ranks may fail before that.
+            step: likewise.
+
+        Raises:
+            ConfigError: in `steps()`, which does all that by itself, and between `optimizer.step()` and `step_end()`.
         """
         position = own_loop.named(epoch, step)
         run = self._started("step_begin")
@@ -404,9 +451,16 @@ class TFTRegister:
     def step_end(self, epoch: int | None = None, step: int | None = None) -> None:
         """The step is over, whether or not the optimizer updated in it; what follows (a log) changes nothing of it.
 
-        A loop of one's own calls it once a step on every rank. epoch, step: what it calls the step, both counted from
-        1 and the same on every rank, or neither; `resume()` gives them back. Inside `steps`, which ends a step when the
-        next batch is asked for, it ends the step now; ConfigError before its last batch, and the second time.
+        A loop of one's own calls it once a step on every rank. Inside `steps`, which ends a step when the next batch is
+        asked for, it ends the step now.
+
+        Args:
+            epoch: what the loop calls the step: both numbers, counted from 1 and the same on every rank, or neither.
+                `resume()` gives them back.
+            step: likewise.
+
+        Raises:
+            ConfigError: inside `steps`, before the step's last batch, and the second time.
         """
         position = own_loop.named(epoch, step)
         run = self._started("step_end")
