@@ -32,7 +32,7 @@ class AccumulateOwn(AccumulateByHand):
     own_loop = True
 
 
-@recipe("accumulate", "`steps(accumulate=2)`", "fwd bwd win end")
+@recipe("accumulate", "`steps(accumulate=2)`", "fwd bwd win end@2")
 class Accumulate(Loop):
     accumulate = 2
 

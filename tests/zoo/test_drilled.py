@@ -96,6 +96,7 @@ def test_a_drill_says_of_a_recipe_what_is_frozen(tmp_path: Path, number: int) ->
     case = CASE or drawn(COUNT)[number]
     again = f"{case}, seed {seed()}; again: make zoo-drill CASE={case}"
     name, _, phase = case.partition(":")
+    assert phase in PHASES, f"{case}: a drill has no such place; CASE=RECIPE:PHASE with one of {[*PHASES]}"
     loop: type[Loop] = CARDS[name].loop
     said = drilled(
         tmp_path,
