@@ -5,7 +5,7 @@
 #   make demo-heal      kill -9 two workers in turn under lastwords run; all ranks start again, and training goes on in a second
 #   make demo-recover   kill -9 a worker, the scheduler, both and all of a dynamic cluster, and start them again
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
-#   make test      the usual tests: seven minutes on two idle cores
+#   make test      the usual tests: four minutes on two idle cores
 #   make test-ci   the other tests with processes, and those that compute for long: CI runs both
 #   make test-rest those, and the other cases of long tables
 #   make test-all  all of them

@@ -23,7 +23,7 @@ from lastwords.checkpoint.remote.store import RemotePath, os_for
 from lastwords.checkpoint.starts import Unpublished, find_unpublished
 from lastwords.checkpoint.system import where_it_leads
 from lastwords.cli import tables
-from lastwords.errors import IncompleteError, ranks_text
+from lastwords.errors import IncompleteError, counted, ranks_text
 from lastwords.integrations.bars import bar_of
 
 
@@ -268,7 +268,7 @@ def _print_manifest(console: Console, found: load.Found, manifest: Manifest, *, 
         *([("resumed from", manifest.parent_job)] if manifest.parent_job else []),
         ("taken in", f"generation {manifest.generation}, {_which(manifest)}"),
         ("world size", _world(manifest)),
-        ("size", f"{tables.size(manifest.total_bytes)} in {len(manifest.files)} file(s)"),
+        ("size", f"{tables.size(manifest.total_bytes)} in {counted(len(manifest.files), 'file')}"),
         ("exact resume", _exact(manifest, everything=everything)),
         *([("drilled", text)] if (text := _drilled(found.path.parent, manifest)) else []),
     ]

@@ -13,7 +13,7 @@ from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import EXIT_CODE_OF, ExitCode, is_checkpoint, nothing, print_json, say
-from lastwords.errors import NAMED_RANKS_MAX, GroupInfoError, ranks_text, some
+from lastwords.errors import NAMED_RANKS_MAX, GroupInfoError, counted, ranks_text, some
 from lastwords.sharding.describe import may_die
 from lastwords.sharding.group_info import GroupInfo, read_group_info
 from lastwords.vocabulary import UNIT_REPLICATED
@@ -225,7 +225,7 @@ def _show(found: _Groups, *, as_json: bool) -> None:
         for row in found.rows
     ]
     console = tables.console()
-    console.print(tables.table(f"Units in {found.path}, {found.world_size} rank(s)", columns, rows))
+    console.print(tables.table(f"Units in {found.path}, {counted(found.world_size, 'rank')}", columns, rows))
     for note in found.notes:
         console.print(tables.plain(note, "yellow"))
 

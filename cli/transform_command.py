@@ -11,7 +11,7 @@ from lastwords.checkpoint import load
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.cli import tables
 from lastwords.cli.checkpoint_commands import ExitCode, print_json, say
-from lastwords.errors import ConfigError, some
+from lastwords.errors import ConfigError, counted, some
 from lastwords.integrations.bars import rank_bars
 from lastwords.integrations.transform import prepared, transform
 from lastwords.vocabulary import RANKS_MAX
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.json:
         print_json({**asdict(done), "path": None if done.path is None else str(done.path)})
     if done.already and done.written:
-        say(f"{len(done.already)} rank(s) had been written before and were kept")
+        say(f"kept {counted(len(done.already), 'rank')} of an earlier run")
     if done.path is not None:
         problems = load.verify(done.path) if arguments.verify else []
         for problem in problems:
@@ -104,7 +104,9 @@ def _dry_run(arguments: argparse.Namespace, to: Path | None, ranks: list[int] | 
         console.print(tables.table(f"To be written: {work.final}", columns, rows, right=columns[:2]))
     left = len(files)
     what = (
-        f"{left} file(s), {tables.size(total)} would be written" if left else f"{work.final}: nothing is left to write"
+        f"{counted(left, 'file')}, {tables.size(total)} would be written"
+        if left
+        else f"{work.final}: nothing is left to write"
     )
     console.print(tables.plain(f"{what}; this was a dry run, and nothing was touched"))
     return ExitCode.OK

@@ -65,7 +65,7 @@ from lastwords.checkpoint.system import (
     read_whole,
     remove_tree,
 )
-from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError, counted
 from lastwords.sharding.grouping import unit_name
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -406,7 +406,7 @@ class Transformation:
                 global_step=manifest.global_step,
                 world_size=manifest.world_size,
                 writers=tuple(self.writers),
-                reason=f"{manifest.reason} (units moved to {size} rank{'s' * (size > 1)} by lastwords transform)",
+                reason=f"{manifest.reason} (units moved to {counted(size, 'rank')} by lastwords transform)",
                 cause_ranks=manifest.cause_ranks,
                 lost_locals=lost_locals(manifest),
                 parent_job=manifest.parent_job,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.clock import mono_s
-from lastwords.errors import named
+from lastwords.errors import counted, named
 from lastwords.launcher.link import RECV_BYTES, Lines, send
 from lastwords.launcher.processes import children as children_of_this
 from lastwords.launcher.protocol import (
@@ -312,7 +312,7 @@ def _counted(threads: Sequence[str]) -> str:
     """With the names of those that have one of their own: a module may come with another one whose threads they are."""
     own = Path("/proc/self/comm").read_text(encoding="utf-8", errors="replace").strip()
     named = ", ".join(sorted({*threads} - {own}))
-    return f"{len(threads)} thread{'s' * (len(threads) > 1)}{f' ({named})' if named else ''}"
+    return f"{counted(len(threads), 'thread')}{f' ({named})' if named else ''}"
 
 
 def _end_monitors() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from lastwords.checkpoint.boxes import Box, first_overlap, overlap, uncovered, whole
 from lastwords.checkpoint.layout import check_unit_name
-from lastwords.errors import NAMED_RANKS_MAX, ConfigError, ranks_text, some
+from lastwords.errors import NAMED_RANKS_MAX, ConfigError, counted, ranks_text, some
 from lastwords.sharding.pieces import ANY_FORM, Piece
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -340,7 +340,7 @@ def _check_holders(called: str, unit: Unit, world_size: int) -> None:
     outside = [rank for rank in holders if not 0 <= rank < world_size]
     if outside:
         raise ConfigError(
-            f"{called} is held by rank {outside[0]}, but this job has {world_size} ranks, 0 to {world_size - 1}; "
+            f"{called} is held by rank {outside[0]}, but this job has {counted(world_size, 'rank')}, from 0; "
             "correct its holders, or start as many ranks"
         )
     if unit.name == UNIT_REPLICATED and len(holders) != world_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lastwords.errors import NAMED_RANKS_MAX, some
+from lastwords.errors import NAMED_RANKS_MAX, counted, some
 from lastwords.sharding.pieces import UnitTable
 from lastwords.vocabulary import UNIT_REPLICATED
 
@@ -59,8 +59,7 @@ def describe(table: UnitTable, world_size: int, lines: Sequence[str] = (), *, co
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     right = (1, 2)
-    text = [f"state of {world_size} rank{'s' if world_size != 1 else ''} in {len(table.units)} "
-            f"unit{'s' if len(table.units) != 1 else ''}:"]  # fmt: skip
+    text = [f"state of {counted(world_size, 'rank')} in {counted(len(table.units), 'unit')}:"]
     for row in rows:
         cells = [
             cell.rjust(width) if column in right else cell.ljust(width)

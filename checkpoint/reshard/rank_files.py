@@ -29,7 +29,15 @@ from lastwords.checkpoint.reshard.transform_plan import check_fit
 from lastwords.checkpoint.slice_reader import StoredTensor
 from lastwords.checkpoint.storable import unpack
 from lastwords.checkpoint.system import REAL_OS, Os, where_it_leads
-from lastwords.errors import ConfigError, FormatError, IncompleteError, MismatchError, ReplacedError, StrategyError
+from lastwords.errors import (
+    ConfigError,
+    FormatError,
+    IncompleteError,
+    MismatchError,
+    ReplacedError,
+    StrategyError,
+    ranks_text,
+)
 from lastwords.vocabulary import UNIT_REPLICATED, Share
 
 
@@ -192,7 +200,6 @@ class RankFiles:
         if name.startswith("buffer/") and self._is_of_ranks(name, held):
             return
         absent = [rank for rank in held.ranks if self._open(rank) is None]
-        group = ", ".join(map(str, held.ranks))
         if absent:
             path = self._files.get(absent[0])
             where = f"its file {path} does not exist" if path is not None else "no file was given for it"
@@ -203,8 +210,8 @@ class RankFiles:
         else:
             text, missing = "it is in none of their files", (name,)
         raise IncompleteError(
-            f"{name}{held.box} is held by source rank(s) {group}; {text}. "
-            + (f"No other rank of its group has it ({group}). " if absent and len(held.ranks) > 1 else "")
+            f"{name}{held.box} is held by source {ranks_text(held.ranks)}; {text}. "
+            + ("No other rank of its group has it. " if absent and len(held.ranks) > 1 else "")
             + "Give the file of one of them, or use another checkpoint",
             missing=missing,
         )

@@ -48,6 +48,7 @@ from lastwords.errors import (
     NotTextError,
     StorageError,
     StrategyError,
+    counted,
     some,
 )
 
@@ -106,7 +107,9 @@ class Strategy:
         ranks = [rank for held in cut.held for rank in held.ranks]
         outside = next((rank for rank in ranks if not 0 <= rank < self.world_size), None)
         if outside is not None:
-            raise StrategyError(f"{name} is held by rank {outside}, but there are only {self.world_size} ranks")
+            raise StrategyError(
+                f"{name} is held by rank {outside}, but the world has {counted(self.world_size, 'rank')}"
+            )
         if len(set(ranks)) != len(ranks):
             twice = next(rank for rank in ranks if ranks.count(rank) > 1)
             raise StrategyError(

@@ -33,7 +33,7 @@ from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.meta import Tree, UnitMeta
 from lastwords.checkpoint.reshard.saved_state import SavedUnit, units_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import FormatError, MismatchError, some
+from lastwords.errors import FormatError, MismatchError, counted, some
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
@@ -214,7 +214,7 @@ def reason_of(manifest: Manifest, world_size: int) -> Reason:
     if manifest.world_size == world_size:
         how = "on a different parallel layout"
     else:
-        how = f"on {world_size} rank{'s' * (world_size > 1)} from a checkpoint saved on {manifest.world_size}"
+        how = f"on {counted(world_size, 'rank')} from a checkpoint saved on {manifest.world_size}"
     return Reason(
         f"resumed {how}: the restored state is bitwise identical, but reductions now run in a different order"
         + (", and RNG streams are per-rank" if manifest.world_size != world_size else ""),

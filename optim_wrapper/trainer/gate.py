@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lastwords import threads
 from lastwords.clock import mono_s
-from lastwords.errors import ConfigError, GateFailedError, LastWordsError, UnavailableError, some
+from lastwords.errors import ConfigError, GateFailedError, LastWordsError, UnavailableError, ranks_text
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.processor.saver import Position
 
@@ -133,7 +133,7 @@ class Gate:
         )
 
     def _failure_text(self, error: BaseException) -> str:
-        who = f" (missing: {_ranks(self._missing)})" if self._missing else ""
+        who = f" (missing: {ranks_text(self._missing)})" if self._missing else ""
         return f"the gate of step {self._step} has failed{who}: {' '.join(str(error).split())[:200]}"
 
     def _look_at_clock(self) -> None:
@@ -166,7 +166,7 @@ class Gate:
                     world.rank,
                     step,
                     self._notice_s,
-                    _ranks(missing),
+                    ranks_text(missing),
                 )
         except (RuntimeError, LastWordsError, dist.DistError) as error:
             _log.info("cannot determine which ranks are missing at the gate: %s", error)
@@ -174,7 +174,3 @@ class Gate:
 
 def _place(position: Position) -> int:
     return (position.epoch * 1_000_003 + position.step) % _PLACES
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {some(ranks, 8)}"

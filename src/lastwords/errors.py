@@ -171,6 +171,14 @@ def some(items: Iterable[object], shown: int = 3, between: str = ", ") -> str:
     return between.join(map(str, every[:shown])) + (f" and {len(every) - shown} more" if len(every) > shown else "")
 
 
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(3, "rank")
+    ('1 rank', '3 ranks')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks for people.
 

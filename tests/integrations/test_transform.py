@@ -347,7 +347,7 @@ def test_the_command_prints_the_path_and_diff_says_the_same(rooms: Rooms, capsys
     assert main(["inspect", str(rooms.out / STEP)]) == 0
     golden.says(capsys.readouterr().out)
     assert main(["groups", out]) == 0
-    assert "3 rank(s)" in capsys.readouterr().out
+    assert "3 ranks" in capsys.readouterr().out
 
 
 def test_the_command_says_by_its_exit_code_what_is_wrong(rooms: Rooms, capsys: pytest.CaptureFixture[str]) -> None:
