@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import deepspeed
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.frameworks.script import BROKEN, CASE, DIRECTORY, PROTECTED, RANK, die, ended, final
+from tests.frameworks.script import BROKEN, CASE, DIRECTORY, PROTECTED, RANK, die, end, ended, final
 
 RANKS, EPOCHS, STEPS, ACCUMULATE, BATCH = 2, 3, 5, 2, 4
 
@@ -78,9 +77,7 @@ def main() -> None:
                         scheduler.state_dict(),
                     )
     final(net.state_dict())
-    torch.distributed.destroy_process_group()
-    if tft is None:
-        os._exit(0)  # torch alone aborts now and then as the interpreter ends
+    end()
 
 
 if __name__ == "__main__":

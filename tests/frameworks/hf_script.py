@@ -23,6 +23,7 @@ from tests.frameworks.script import (
     checkpoints,
     die,
     digest,
+    end,
     ended,
     final,
     masked,
@@ -363,7 +364,7 @@ def main() -> None:
         logged.append(digest(torch.as_tensor(trainer.predict(Texts(8)).predictions)))
     (DIRECTORY / f"log-{RANK}").write_text(json.dumps(logged))
     final(model.state_dict(), torch.get_rng_state())
-    torch.distributed.destroy_process_group()  # else torch may abort as the interpreter ends
+    end()
 
 
 if __name__ == "__main__":

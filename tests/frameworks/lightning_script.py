@@ -32,6 +32,7 @@ from tests.frameworks.script import (
     checkpoints,
     die,
     digest,
+    end,
     ended,
     final,
     lightning_callbacks,
@@ -305,6 +306,7 @@ def main() -> None:
         best.append(digest(trainer.predict(module, DataLoader(Texts(8), BATCH))))
     (DIRECTORY / f"log-{RANK}").write_text(json.dumps(best))
     final(module.state_dict(), torch.get_rng_state())
+    end()
 
 
 if __name__ == "__main__":

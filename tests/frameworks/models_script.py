@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.frameworks.script import CASE, DIRECTORY, PROTECTED, RANK, Texts, die, ended, final, masked
+from tests.frameworks.script import CASE, DIRECTORY, PROTECTED, RANK, Texts, die, end, ended, final, masked
 
 RANKS, EPOCHS, BATCH, STEPS = 2, 2, 2, 5
 """Steps of an epoch."""
@@ -178,7 +178,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 ended(step, net.state_dict(), optimizer.state_dict()["state"], loss.detach())
     final(net.state_dict(), schedule.state_dict())
-    dist.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from tests.frameworks.script import BROKEN, CASE, DIRECTORY, PROTECTED, RANK, die, ended, final
+from tests.frameworks.script import BROKEN, CASE, DIRECTORY, PROTECTED, RANK, die, end, ended, final
 
 RANKS, EPOCHS, BATCH, SAMPLES, WORKERS = 2, 3, 4, 27, 2
 """Samples of a rank: six batches and three samples."""
@@ -113,9 +112,7 @@ def main() -> None:
                     die(step, "evaluating")
                     model.train()
     final(net.state_dict())
-    dist.destroy_process_group()
-    if not PROTECTED:
-        os._exit(0)  # torch alone aborts now and then as the interpreter ends
+    end()
 
 
 if __name__ == "__main__":
