@@ -348,8 +348,11 @@ class Host:
         }
         for seat in self.seats.values():
             error_file = Path(seat.env.get("TORCHELASTIC_ERROR_FILE", ""))
-            if error_file.is_file():  # and not /dev/null, where there is no directory for logs
-                error_file.unlink()
+            try:
+                if error_file.is_file():  # and not /dev/null, where there is no directory for logs
+                    error_file.unlink()
+            except OSError as error:
+                self._say_once(f"an older failure may be shown for a newer one, since it cannot be removed: {error}")
         if self._program.python:
             self._forking = more, order.step
             self._forks.fork([self._fork(rank, seat, more, order.step) for rank, seat in self.seats.items()])

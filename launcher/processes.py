@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.clock import mono_s
-from lastwords.errors import ConfigError
+from lastwords.errors import ConfigError, is_shortage
+from lastwords.processor.departure import say
 
 FORKING_S = 10.0
 """How long whoever forks ranks may take to do so, and to end."""
@@ -93,7 +94,7 @@ class RankSeat:
         class OwnSession(SubprocessHandler):
             def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
                 with contextlib.ExitStack() as files:
-                    out, err = (files.enter_context(open(output(one), "ab")) if one else None for one in paths)
+                    out, err = (_opened(one, files) for one in paths)
                     return subprocess.Popen(args, env=env, stdout=out, stderr=err, start_new_session=True)
 
         environment = {**self.env, **env}
@@ -117,6 +118,17 @@ def _cpus_near(device: int, numa_options: Any) -> list[int]:
     if (found := getattr(binding, "_get_validated_logical_cpus_to_bind_to", None)) is None:
         raise ConfigError("this release of torch cannot tell lastwords run what --numa-binding means; leave it out")
     return sorted(found(gpu_index=device, numa_options=numa_options))
+
+
+def _opened(path: str, files: contextlib.ExitStack) -> Any:
+    """None: the launcher's own, where a rank has none, or cannot have it. OSError at a shortage."""
+    try:
+        return files.enter_context(open(output(path), "ab")) if path else None
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        say(f"lastwords run: {path} cannot be written, so a rank writes where its launcher does: {error}")
+        return None
 
 
 def output(path: str) -> int:

@@ -193,6 +193,33 @@ def test_what_a_generation_has_written_of_its_failure_is_not_taken_for_that_of_t
     assert not file.exists()
 
 
+def test_one_that_cannot_be_removed_is_named_and_the_generation_begins(
+    host: TestHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "error.json"
+    host.seats[0].env["TORCHELASTIC_ERROR_FILE"] = str(file)
+
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "error.json")
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    host.obey(Enter(1))
+    assert len(host.asked.asked) == 1
+    golden.says("\n".join(caplog.messages))
+
+
+def test_a_process_of_its_own_that_cannot_write_its_log_writes_where_its_launcher_does(
+    host: TestHost, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host._program = module.replace(host._program, python="")
+    host.seats[0].stdout = str(host.script / "stdout.log")
+    host.obey(Enter(1))
+    while len(host.of(Ended)) < 2 and not host.of(Lost):
+        host.turn()
+    assert sorted(one.code for one in host.of(Ended)) == [43, 44]
+    golden.says(capfd.readouterr().err.replace(str(tmp_path), "<directory>"))
+
+
 def test_a_script_that_was_changed_ends_the_job_and_is_named(host: TestHost) -> None:
     host.obey(Enter(0))
     host.script.write_text("# another version")
