@@ -154,7 +154,18 @@ class ForkServer:
         return any(one.rank >= 0 for one in self._wanted)
 
     def start(self, begun: Ahead | None = None) -> None:
-        """It imports what ranks need, from now on. begun: one that does so already. OSError."""
+        """It imports what ranks need, from now on. begun: one that does so already.
+
+        At a shortage again when processes are wanted.
+        """
+        self._process = None
+        try:
+            self._start(begun)
+        except OSError as error:
+            if not is_shortage(error) or self._now_s - self._heard_s > SHORT_S:
+                self._give_up(self.failed, f"no fork server can be started: {error}")
+
+    def _start(self, begun: Ahead | None) -> None:
         if begun is None or begun.python != self._python:
             begun = ahead(self._python, self._environment)
         self._process = begun.process
@@ -165,14 +176,15 @@ class ForkServer:
         self._link = Connection(
             begun.link, self._selector, peer, lambda said: read(said, Importing | Made | Forked), self._hear
         )
-        self._link.tell(to_message(as_text(Preload(self._environment, [self._path, *self._preload], self._left_out))))
+        preload = as_text(Preload(self._environment, [self._path, *self._preload], self._left_out))
+        self._tell(preload, "environment and modules of all processes")
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Processes for these ranks, which `made` tells of; without any, for those that are still wanted."""
         self._heard_s = self._now_s
         self._wanted += tuple(forks)
         if self._process is None:
-            return self._start_again()
+            return self.start()
         self._ask()
 
     def end(self) -> None:
@@ -193,20 +205,24 @@ class ForkServer:
     def _ask(self) -> None:
         """For all that are wanted, once it has answered for those before: asked twice, it would fork a rank twice."""
         if self._ready and self._wanted and not self._asked:
-            assert self._link is not None
-            message = to_message(Forks([*map(as_text, self._wanted)]))
-            if (size := len(json.dumps(message))) > LINE_BYTES_MAX:
-                what = f"environment and arguments of {len(self._wanted)} processes take {size} bytes"
-                return self._give_up(self.impossible, f"{what}, more than {LINE_BYTES_MAX}")
             self._asked = {one.rank for one in self._wanted}
-            self._link.tell(message)
+            forks = Forks([*map(as_text, self._wanted)])
+            self._tell(forks, f"environment and arguments of {len(self._wanted)} processes")
+
+    def _tell(self, what: Preload | Forks, of: str) -> None:
+        assert self._link is not None
+        message = to_message(what)
+        if (size := len(json.dumps(message))) > LINE_BYTES_MAX:
+            self.end()
+            return self._give_up(self.impossible, f"{of} take {size} bytes, more than {LINE_BYTES_MAX}")
+        self._link.tell(message)
 
     def supervise(self) -> float | None:
         """In how many seconds to look again whether it does what it was asked to; None: it has done all."""
         if not self._wanted:
             return None
         if self._process is None:
-            self._start_again()
+            self.start()
             return LOOK_S
         left_s = HUNG_S - (self._now_s - self._heard_s)
         if left_s <= 0 and (self._ready or is_stopped(self.pid)):
@@ -252,7 +268,7 @@ class ForkServer:
         _log.warning("%s cannot be preloaded, and is left to the script: %s", module, problem)
         self._preload.remove(module)
         self._left_out.append(module)
-        self._start_again()
+        self.start()
 
     def _is_gone(self) -> None:
         if self._process is None:
@@ -269,17 +285,11 @@ class ForkServer:
             why = f"the fork server has ended {self._deaths} times before it has served, with {code}"
             return self._give_up(self.failed, why)
         _log.warning("the fork server (pid %d) has ended with %d; another one is started", process.pid, code)
-        self._start_again()
-
-    def _start_again(self) -> None:
-        """At a shortage again when processes are wanted."""
-        self._process = None
-        try:
-            self.start()
-        except OSError as error:
-            if not is_shortage(error) or (self.wants_ranks and self._now_s - self._heard_s > SHORT_S):
-                self._give_up(self.failed, f"no fork server can be started: {error}")
+        self.start()
 
     def _give_up(self, tell: Callable[[str], None], why: str) -> None:
-        self._wanted = ()
-        tell(why)
+        """Ranks that run do without it: it is tried once more when others are wanted."""
+        wanted, self._wanted, self._deaths = self.wants_ranks, (), 0
+        if wanted:
+            return tell(why)
+        _log.warning("%s; another one is started when ranks are wanted", why)

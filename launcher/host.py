@@ -237,7 +237,7 @@ class Host:
         """Processes can be started from now on."""
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         if self._program.python:
-            self._try("no fork server can be started", partial(self._forks.start, self._begun))
+            self._forks.start(self._begun)
         for rank in self.seats:
             self._report(Ready(rank))
         self._collect_orphans()
@@ -370,7 +370,7 @@ class Host:
 
     def _cannot_fork(self, why: str) -> None:
         """However often it is tried: with LD_PRELOAD and the like a bare interpreter has threads already."""
-        if any(seat.proc.pid for seat in self.seats.values()):
+        if self._sessions:  # some are in this generation
             return self._forks.failed(why)
         _log.warning("no rank can be forked, so each is a new process, which takes seconds after a failure: %s", why)
         self._program = replace(self._program, python="")

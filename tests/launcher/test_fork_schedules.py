@@ -34,7 +34,7 @@ class Server:
     """A fork server as its launcher sees it, without processes. made: how often it has forked which."""
 
     def __init__(self, made: Counter[int], pid: int) -> None:
-        self.pid, self.returncode = pid, 0
+        self.pid, self.returncode, self.is_collected = pid, 0, False
         self.ours, self._link = socket.socketpair()
         self._lines, self._asked = Lines(), deque[list[int]]()
         self._made = made
@@ -65,6 +65,7 @@ class Server:
         self._asked.clear()
 
     def wait(self) -> int:
+        self.is_collected = True
         return -9
 
 
@@ -74,7 +75,7 @@ class Schedule:
     def __init__(self, seed: int, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self._dice, self._now_s, self._deaths = random.Random(seed), 0.0, 0
         self.made, self.answered, self.events = Counter[int](), list[int](), list[Event]()
-        self._servers = list[Server]()
+        self._servers, self._shortages = list[Server](), self._dice.choice((0, 0, 1, 2, 3))
         self._wanted = 0
         patch.setattr(forks, "ahead", self._ahead)
         for module in (forks, host):
@@ -87,6 +88,9 @@ class Schedule:
         self._host = Host(seats, program, self._selector, self.events.append)
 
     def _ahead(self, *of: object) -> Ahead:
+        if self._shortages:
+            self._shortages -= 1
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         process: Any = Server(self.made, NO_PID + len(self._servers))
         self._servers.append(process)
         return Ahead(sys.executable, process, process.ours)
@@ -110,9 +114,11 @@ class Schedule:
         assert self.made.total() == RANKS + self._wanted, self.made
         assert sorted(self.answered) == [*range(1, self._wanted + 1)]
         assert not [one for one in self.events if isinstance(one, Lost)]
+        assert all(one.is_collected for one in self._servers), "no fork server is left"
 
     def _fork(self, shortage: float) -> None:
-        self._servers[-1].fork(fails=self._dice.random() < shortage)
+        if self._servers:
+            self._servers[-1].fork(fails=self._dice.random() < shortage)
 
     def _hear(self, shortage: float = 0.0) -> None:
         for key, _ in self._selector.select(0):
@@ -135,7 +141,7 @@ class Schedule:
         self.answered.append(message["asked"])
 
     def _die(self, shortage: float) -> None:
-        if self._deaths < DEATHS_MAX:
+        if self._servers and self._deaths < DEATHS_MAX:
             self._deaths += 1
             self._servers[-1].kill()
 

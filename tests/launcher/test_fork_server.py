@@ -137,7 +137,7 @@ def test_a_fork_server_that_dies_each_time_before_it_serves_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(forks, "BOOT", boot)
-    (why,) = Served(selector, [], tmp_path).failures
+    (why,) = Served(selector, [], tmp_path, [RANK_1]).failures
     assert len(caplog.messages) == DEATHS_MAX - 1
     golden.says(why)
 
@@ -359,15 +359,26 @@ def test_the_end_of_a_fork_server_is_not_that_of_the_ranks_it_has_forked_and_all
         )
 
 
-def test_what_is_too_long_to_be_said_to_a_fork_server_is_named_and_it_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LONG = {f"LONG_{number}": "\u00e9" * 60_000 for number in range(10)}
+"""Which the system takes; in a message each byte is six."""
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_what_is_too_long_to_be_said_to_a_fork_server_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selector: selectors.BaseSelector, begins: bool
 ) -> None:
-    monkeypatch.setattr(forks, "LINE_BYTES_MAX", 1000)
-    with Forks.anywhere() as served:
-        served.ready()
-        served.server.fork([Fork(1, {"LONG": "x" * 1000}, ["train.py"], False, "", "", 1, "", 0, "", 0)])
-        golden.says(served.failures)
-        assert served.server.supervise() is None, "nothing is wanted any more"
+    monkeypatch.setattr(forks, "BOOT", EMPTY)
+    served = Served(selector, [], tmp_path)
+    if begins:
+        monkeypatch.setattr(served.server, "_environment", {**environment(), **LONG})
+        os.kill(served.server.pid, signal.SIGKILL)
+        while served.server.pid:
+            for key, _ in selector.select(60):
+                key.data()
+        assert served.failures == []
+    served.server.fork([dataclasses.replace(RANK_1, environment=LONG)])
+    golden.says([re.sub(r"take \d+", "take MANY", one) for one in served.failures])
+    assert (served.server.supervise(), served.server.pid) == (None, 0), "nothing is wanted any more"
 
 
 def test_the_directory_of_a_ranks_output_is_made_anew_and_where_that_fails_it_writes_where_its_launcher_does(
@@ -427,6 +438,38 @@ def test_fork_servers_that_end_while_nobody_wants_a_fork_are_replaced_however_ma
                 served.turn()
         assert served.run(str(script)).out == "ran\n"
         assert not served.failures
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "raise OSError(116, 'Stale file handle')",
+        "import sys, threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    ],
+    ids=["ends", "has a thread"],
+)
+def test_one_that_cannot_be_replaced_is_tried_again_once_ranks_are_wanted_and_those_that_run_go_on(
+    tmp_path: Path,
+    breaks: str,
+    selector: selectors.BaseSelector,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While the file system of the interpreter is not there, say."""
+    monkeypatch.setattr(forks, "BOOT", EMPTY)
+    served = Served(selector, [], tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(forks, "BOOT", f"{breaks}\n{EMPTY}")
+        os.kill(served.server.pid, signal.SIGKILL)
+        while served.server.pid:
+            for key, _ in selector.select(60):
+                key.data()
+    assert served.failures == [], "which would end the job"
+    assert served.server.supervise() is None, "nor is one started again and again"
+    golden.says(caplog.messages[-1])
+    served.server.fork([RANK_1])
+    assert served.server.pid
+    served.server.end()
 
 
 def test_a_fork_server_that_cannot_be_started_for_lack_of_descriptors_is_started_once_there_are_some(

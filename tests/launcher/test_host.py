@@ -306,6 +306,17 @@ def test_where_no_rank_can_be_forked_each_is_a_process_of_its_own(
         seat.proc.wait()
 
 
+def test_where_no_rank_of_a_later_generation_can_be_forked_each_is_a_process_of_its_own(host: TestHost) -> None:
+    host.obey(Enter(0))
+    host.has("true")
+    host.until(Ended)
+    host.obey(Enter(1))
+    host.asked.impossible("it has started 2 threads, which a fork does not have")
+    while len(host.of(Ended)) < 3 and not host.of(Lost):
+        host.turn()
+    assert not host.of(Lost)
+
+
 @pytest.mark.parametrize("has", [True, False], ids=["later", "before the first"])
 def test_where_no_rank_can_be_forked_any_more_the_job_ends(host: TestHost, has: bool) -> None:
     host.obey(Enter(0))
