@@ -120,8 +120,10 @@ class Beside:
 
     def _look(self, walk: Walk, saved: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> _Everything:
         # An extra of lastwords' own stands for what it holds: a Trainer's callbacks, say.
-        known = [[*(own_of(one) or {}).values()] if _is_ours(type(one)) else one for one in extras.values()]
-        roots = {f"{_SAVED}{number}": one for number, one in enumerate(known)}
+        roots = {
+            f"{_SAVED}{name}": [*(own_of(one) or {}).values()] if _is_ours(type(one)) else one
+            for name, one in extras.items()
+        }
         return _Everything(walk, roots, saved, self._thread, self._begun_at)
 
 
@@ -268,6 +270,10 @@ class _Everything(Beyond):
         if place:  # else it is a root
             self.places[place] = None
             self.cells[place, key] = Cell(None, key, told)
+
+    def _code(self, value: Any, path: str, depth: int) -> None:
+        """What a function has with it is not saved with the extra that holds the function."""
+        super()._code(value, path.removeprefix(_SAVED), depth)
 
     def _look_into(self, path: str, one: Any) -> None:
         super()._look_into(path, one)

@@ -341,6 +341,35 @@ def test_what_an_extra_does_not_tell_of_itself_is_named(kind: str) -> None:
     assert named_of(change) == named
 
 
+def counting(value: float) -> Callable[..., Any]:
+    """A function that counts how often it is called."""
+    calls = 0
+
+    def count(*_: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return value
+
+    return count
+
+
+def test_what_a_function_in_an_extra_has_with_it_is_named() -> None:
+    """torch saves no plain functions with its schedulers, nor with averaged models."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    averaged = torch.optim.swa_utils.AveragedModel(net, avg_fn=counting(torch.zeros(())))
+    extras = {"averaged": averaged, "rate": torch.optim.lr_scheduler.LambdaLR(optimizer, counting(0.5))}
+    watch = Attributes({"model": net}, lambda: dict(net.named_parameters()), apart=extras)
+    watch.begin()
+    watch.loop_begins()
+    assert watch.beside() == {}
+    for _ in range(2):
+        optimizer.step()
+        extras["rate"].step()
+        averaged.update_parameters(net)
+    assert [*watch.beside()] == ["averaged.avg_fn.calls", "rate.lr_lambdas[0].calls"]
+
+
 def test_where_its_state_is_not_known_nothing_is_named() -> None:
     """As where it cannot be stored, which is told."""
     net = nn.Linear(2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,23 @@ class Scheduled(Loop):
     def after_update(self) -> None:
         super().after_update()
         self.scheduler.step()
+
+
+def rising() -> Callable[[int], float]:
+    calls = 0
+
+    def factor(_epoch: int) -> float:
+        nonlocal calls
+        calls += 1
+        return min(1.0, calls / 20)
+
+    return factor
+
+
+@recipe("lambda_counts", "LambdaLR, whose function counts its own calls", "fwd win end", beside=("calls",))
+class LambdaCounts(Scheduled):
+    def make(self) -> Any:
+        return schedulers.LambdaLR(self.opt, rising())
 
 
 @recipe("cosine", "CosineAnnealingLR in each step", "win bwd end")
