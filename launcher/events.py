@@ -50,14 +50,12 @@ class Guarded:
 class Begun:
     """The training loop of `rank` has begun after `step`.
 
-    inexact: why it may differ from one that was never interrupted; "" where nothing is known. lacks: what a
-    script has to do that has not called `resume()` before it; "" where it has. imports: modules that the script has
-    imported meanwhile, and seconds; those that took longest. saved_only: it cannot call that, as it is.
+    lacks: what a script has to do that has not called `resume()` before it; "" where it has. imports: modules that the
+    script has imported meanwhile, and seconds; those that took longest. saved_only: it cannot call that, as it is.
     """
 
     rank: int
     step: int = 0
-    inexact: str = ""
     lacks: str = ""
     imports: tuple[tuple[str, float], ...] = ()
     saved_only: bool = False
@@ -65,9 +63,13 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """`rank` has ended its first step in this generation; nothing follows from that."""
+    """`rank` has ended its first step in this generation; nothing follows from that.
+
+    inexact: why what it computes may differ from a run that was never interrupted; "" where nothing is known.
+    """
 
     rank: int
+    inexact: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,10 +178,10 @@ class Head:
                 self._recovery.died(rank, code, now_s, how, raised)
             case Gone(rank) if self.core.place(rank) is RankPlace.RUNNING:
                 self._recovery.died(rank, UNKNOWN_CODE, now_s)
-            case Begun(rank, step, inexact, _, imports):
-                self._recovery.begun(rank, step, now_s, inexact, dict(imports))
-            case Updated(rank):
-                if (recovered := self._recovery.updated(rank, now_s)) is not None:
+            case Begun(rank, step, _, imports):
+                self._recovery.begun(rank, step, now_s, dict(imports))
+            case Updated(rank, inexact):
+                if (recovered := self._recovery.updated(rank, now_s, inexact)) is not None:
                     _tell_in_time(recovered, self._record)
             case _:
                 pass

@@ -3,16 +3,16 @@
 A recovery lasts from the first death until every rank has updated its weights again. Its line in incidents.jsonl:
 
     {"outcome": "RECOVERED", "entry", "step", "began_mono_s", "died_mono_s",
-     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "inexact"?, "imports"?}, ...],
+     "events": [{"what", "mono_s", "rank"?, "code"?, "how"?, "raised"?, "imports"?, "inexact"?}, ...],
      "generation"?, "incident"?, "trained"?, "ended"?}
 
 entry: number of the generation that goes on. generation, incident: those of the newest of the controllers' lines
 about this failure, where there is one: ranks may die in a recovery, too. began_mono_s: when the generation before
 began. died_mono_s: the first sign that it is over. Events: died (a process has ended by itself; the controller often
 knows before; raised: the exception that has left its script), left (a survivor leaves), entered (all processes are
-started anew), begun (the loop of a rank; inexact: why it may differ from one that was never interrupted; imports: in
-the first recovery of a job, modules that could be preloaded, with seconds), updated. trained: steps had been done.
-ended: the newest one that a survivor had. Instants are CLOCK_MONOTONIC, as the controller's are.
+started anew), begun (the loop of a rank; imports: in the first recovery of a job, modules that could be preloaded, with
+seconds), updated (inexact: why it may differ from one that was never interrupted). trained: steps had been done. ended:
+the newest one that a survivor had. Instants are CLOCK_MONOTONIC, as the controller's are.
 """
 
 from __future__ import annotations
@@ -78,24 +78,23 @@ class Recovery:
         else:
             self._began_s = now_s
 
-    def begun(
-        self, rank: int, step: int, now_s: float, inexact: str = "", imports: Mapping[str, float] = NO_IMPORTS
-    ) -> None:
-        """The loop of `rank` begins after `step`. inexact, imports: as of `events.Begun`."""
+    def begun(self, rank: int, step: int, now_s: float, imports: Mapping[str, float] = NO_IMPORTS) -> None:
+        """The loop of `rank` begins after `step`. imports: as of `events.Begun`."""
         if not self._events:
             return
         self._step = max(self._step, step)
-        more: dict[str, Any] = {"inexact": inexact} if inexact else {}
-        if imports and not self._told_of_imports:
-            more["imports"] = {**imports}
+        more = {"imports": {**imports}} if imports and not self._told_of_imports else NOTHING_MORE
         self._note("begun", rank, now_s, more)
 
-    def updated(self, rank: int, now_s: float) -> dict[str, Any] | None:
-        """`rank` has ended its first step in this generation. The recovery's record, if it is the last one to do so."""
+    def updated(self, rank: int, now_s: float, inexact: str = "") -> dict[str, Any] | None:
+        """`rank` has ended its first step in this generation. The recovery's record, if it is the last one to do so.
+
+        inexact: as of `events.Updated`.
+        """
         if not self._events:
             self._trained = True
             return None
-        self._note("updated", rank, now_s)
+        self._note("updated", rank, now_s, {"inexact": inexact} if inexact else NOTHING_MORE)
         self._late.discard(rank)
         if self._late:
             return None
@@ -168,7 +167,7 @@ def _ranks(events: Iterable[Mapping[str, Any]]) -> Iterable[int]:
 
 def _inexact(events: Iterable[Mapping[str, Any]]) -> str:
     """Whose loop may differ from now on, as far as the newest entry tells, and why the first one's may."""
-    why = {one["rank"]: one.get("inexact", "") for one in events if one["what"] == "begun"}
+    why = {one["rank"]: one.get("inexact", "") for one in events if one["what"] == "updated"}
     ranks = sorted(rank for rank, reason in why.items() if reason)
     if not ranks:
         return ""

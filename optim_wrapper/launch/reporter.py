@@ -20,7 +20,7 @@ from typing import Any
 from lastwords.errors import ConfigError
 from lastwords.processor.departure import say
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Higher with every change of a message between processes of a job: tests/launcher/test_protocol.py tells when."""
 
 LAUNCHER = "LASTWORDS_LAUNCHER"
@@ -78,15 +78,15 @@ class Reporter:
         """The training loop is about to begin. files: paths of what the program consists of."""
         self._say("Loaded", files=[*files])
 
-    def begun(self, step: int, inexact: str, *, lacks: str, saved_only: bool = False) -> None:
+    def begun(self, step: int, *, lacks: str, saved_only: bool = False) -> None:
         """The training loop begins after `step`. The others: as of the launcher's `Begun`."""
         self.goes_on_at = 0
         imports = [*self._imports().items()]
-        self._say("Begun", step=step, inexact=inexact, lacks=lacks, saved_only=saved_only, imports=imports)
+        self._say("Begun", step=step, lacks=lacks, saved_only=saved_only, imports=imports)
 
-    def updated(self) -> None:
-        """Its first step is over."""
-        self._say("Updated")
+    def updated(self, inexact: str = "") -> None:
+        """Its first step is over. inexact: as of the launcher's `Updated`."""
+        self._say("Updated", inexact=inexact)
 
     def over(self) -> None:
         """The training loop has come to its end by itself."""

@@ -414,11 +414,9 @@ class ProtectedRun(Run):
         self._on_first_end = launcher = reporter()
         if launcher is not None:
             self._refuse_to_begin_before(launcher.goes_on_at)
-            since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]
-            inexact = "" if self.resumed is None else first_of([*self.resumed.reasons, *since])
             launcher.loaded(program_files())
             lacks = "" if self.resumes else self.lacks
-            launcher.begun(self.start_step, inexact, lacks=lacks, saved_only=self._saved_only)
+            launcher.begun(self.start_step, lacks=lacks, saved_only=self._saved_only)
 
     def missing_beside(self, beside: Mapping[str, str]) -> list[str]:
         """Names of what the saved run's loop had changed beside its state, but for what the script has put back."""
@@ -446,7 +444,8 @@ class ProtectedRun(Run):
         if (counted or zero.told_of_deepspeed()) and self.recorder.gradients.carried:
             self.not_exact(COUNTS_ITSELF)
         if self._on_first_end is not None:
-            self._on_first_end.updated()
+            since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]
+            self._on_first_end.updated("" if self.resumed is None else first_of([*self.resumed.reasons, *since]))
             self._on_first_end = None
         if self._verify_every and number % self._verify_every == 0:
             self._layout.compare(number, self.protection.agent.corrupt)

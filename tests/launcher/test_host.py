@@ -767,7 +767,7 @@ def test_what_is_not_understood_is_told_and_ends_that_connection_only(
     host: TestHost, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        send(told.link, {"kind": "Begun", "step": "x", "inexact": ""})
+        send(told.link, {"kind": "Begun", "step": "x"})
         host.turn()
         assert told.link.recv(1) == b""
         told.link = told.connect()

@@ -43,9 +43,9 @@ try:
 except ValueError as error:
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 from lastwords.optim_wrapper.launch.reporter import reporter
-reporter().begun(3, "", lacks="")
+reporter().begun(3, lacks="")
 import late
-reporter().begun(4, "", lacks="")
+reporter().begun(4, lacks="")
 specs = {found} | {type(module.__spec__).__name__ for module in (quick, slow, deep, preloaded)}
 print(json.dumps([frames, [*specs], [type(one).__name__ for one in sys.meta_path if not isinstance(one, type)]]))
 """

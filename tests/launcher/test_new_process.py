@@ -211,7 +211,7 @@ def test_settings_that_come_too_late_are_named_by_one_rank(forks: Forks, tmp_pat
     script = tmp_path / "train.py"
     script.write_text(
         "import os\nos.environ.update(OMP_NUM_THREADS='3', ATEN_CPU_CAPABILITY='default', OMP_PLACES='cores')\n"
-        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', lacks='')"
+        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, lacks='')"
     )
     done = forks.run(str(script), LOCAL_RANK=rank, OMP_PLACES="cores")
     assert done.code == 0
@@ -233,7 +233,7 @@ def test_settings_of_the_compiler_the_log_and_a_preloaded_hub_come_too_late_and_
     )
     script.write_text(
         f"import os\nos.environ.update(dict.fromkeys({names}, 'x'))\n"
-        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, '', lacks='')"
+        "from lastwords.optim_wrapper.launch import reporter\nreporter.reporter().begun(0, lacks='')"
     )
     with Forks(tmp_path, preload=["datasets"]) as hub:
         done = hub.run(str(script), LOCAL_RANK="0")

@@ -66,7 +66,7 @@ from tests import golden
 
 RANK = 3
 
-FORM = (8, "8b54b29c762b214d")
+FORM = (9, "feddc91d7ca7e34e")
 """PROTOCOL, and the digest of what all messages look like in it."""
 
 
@@ -101,7 +101,7 @@ def wire(message: dict[str, Any]) -> dict[str, Any]:
     "said",
     [
         RankHello(RANK, 7, PROTOCOL), Ready(RANK, 4), Inside(RANK, 1, True, 2), Guarded(RANK, "/state"),
-        Begun(RANK, 1, "late", "it", (("x", 0.5),)), Updated(RANK), Over(RANK),
+        Begun(RANK, 1, "it", (("x", 0.5),)), Updated(RANK, "late"), Over(RANK),
         Leaving(RANK, 7, "/logs/incidents.jsonl"),
         Ended(RANK, 1, "exit code 1", "ValueError: x", lasting=True), Stopped(RANK),
         ControllerWanted(["{}"], {"A": "b"}, "log", 5), RankRaised("ValueError: x", lasting=False), Done(),
@@ -166,9 +166,9 @@ SAYINGS: list[tuple[Callable[[Reporter], object], FromRank]] = [
     (lambda one: one.guarded(Path("/state")), Guarded(RANK, "/state")),
     (lambda one: one.guarded(None), Guarded(RANK)),
     (lambda one: one.loaded(["/train.py"]), Loaded(["/train.py"])),
-    (lambda one: one.begun(7, "late", lacks="it"), Begun(RANK, 7, "late", lacks="it")),
-    (lambda one: one.begun(0, "", lacks="it", saved_only=True), Begun(RANK, lacks="it", saved_only=True)),
-    (lambda one: one.updated(), Updated(RANK)),
+    (lambda one: one.begun(7, lacks="it"), Begun(RANK, 7, lacks="it")),
+    (lambda one: one.begun(0, lacks="it", saved_only=True), Begun(RANK, lacks="it", saved_only=True)),
+    (lambda one: one.updated("late"), Updated(RANK, "late")),
     (lambda one: one.over(), Over(RANK)),
     (lambda one: one.left(7, Path("/logs"), 8), Leaving(RANK, 7, "/logs", 8)),
     (lambda one: one.left(0, None), Leaving(RANK)),
@@ -190,7 +190,7 @@ def test_a_rank_goes_on_where_it_has_to_once(launcher: Launcher) -> None:
     """A loop that comes after that begins anywhere."""
     one = Reporter(launcher.name, RANK, step=7)
     assert one.goes_on_at == 7
-    one.begun(7, "", lacks="")
+    one.begun(7, lacks="")
     assert one.goes_on_at == 0
 
 
@@ -322,8 +322,8 @@ def test_a_child_of_a_rank_says_nothing_for_it(launcher: Launcher, monkeypatch: 
         {},
         {"kind": "Lost", "why": ""},
         {"kind": ["Begun"]},
-        {"kind": "Begun", "step": "x", "inexact": "", "lacks": "", "imports": [], "saved_only": False},
-        {"kind": "Begun", "step": 0, "inexact": "", "imports": [], "saved_only": False},
+        {"kind": "Begun", "step": "x", "lacks": "", "imports": [], "saved_only": False},
+        {"kind": "Begun", "step": 0, "imports": [], "saved_only": False},
         {"kind": "Enter", "generation": 1, "port": 1},
         {"kind": "x" * 1000},
     ],

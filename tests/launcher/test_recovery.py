@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ def training(ranks: int = 3) -> Recovery:
     return recovery
 
 
-def again(recovery: Recovery, ranks: int = 3) -> dict[str, Any]:
-    """All begin anew and take a step; the record that comes with the last one."""
+def again(recovery: Recovery, ranks: int = 3, inexact: Collection[int] = ()) -> dict[str, Any]:
+    """All begin anew and take a step; the record that comes with the last one. inexact: ranks that have a reason."""
     recovery.entered(1, 20.4)
-    lines = [recovery.updated(rank, 20.5 + rank / 10) for rank in range(ranks)]
+    why = dict.fromkeys(inexact, "the saved run had another torch (and 1 more)")
+    lines = [recovery.updated(rank, 20.5 + rank / 10, why.get(rank, "")) for rank in range(ranks)]
     assert lines[:-1] == [None] * (ranks - 1)
     record: dict[str, Any] = lines[-1] or {}
     return record
@@ -127,8 +129,8 @@ def test_where_the_resume_is_not_exact_the_sentence_does_not_say_that_nothing_is
     recovery.died(1, KILLED, 20.0)
     recovery.entered(1, 20.1)
     for rank in range(3):
-        recovery.begun(rank, 31, 20.2, "the saved run had another torch (and 1 more)" if rank in ranks else "")
-    line = again(recovery)
+        recovery.begun(rank, 31, 20.2)
+    line = again(recovery, inexact=ranks)
     golden.says(sentence(line, {"known_mono_s": 20.0, "events": []} if saved else None))
 
 
@@ -153,19 +155,27 @@ def test_imports_that_took_long_are_in_the_sentence_of_the_first_recovery_alone(
 class Told(reporter.Reporter):
     """Of which no launcher hears."""
 
-    begins: tuple[int, str, bool] | None = None
+    begins: tuple[int, bool] | None = None
+    inexact = ""
 
-    def begun(self, step: int, inexact: str, *, lacks: str, saved_only: bool = False) -> None:
-        self.begins = step, inexact, not lacks
+    def begun(self, step: int, *, lacks: str, saved_only: bool = False) -> None:
+        self.begins = step, not lacks
+
+    def updated(self, inexact: str = "") -> None:
+        self.inexact = inexact
 
 
 @pytest.mark.process
-def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, told = torch.get_num_threads(), list[tuple[int, str, bool] | None]()
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loop_that_goes_on_inexactly_says_why_after_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Some reasons are known only once it has found its place in the data."""
+    threads, told = torch.get_num_threads(), list[Told]()
     monkeypatch.setattr(controller_launch, "use_forks", lambda fork: None)
     try:
         for more in (0, 1):
-            torch.set_num_threads(threads + more)
+            torch.set_num_threads(threads + (more and not late))
             one = Told(str(tmp_path / "nobody"), 0)
             monkeypatch.setattr(reporter, "_reporter", one)
             model = torch.nn.Linear(2, 2)
@@ -176,14 +186,15 @@ def test_a_loop_that_goes_on_inexactly_says_why_when_it_begins(tmp_path: Path, m
                     tft.optimizer.zero_grad()
                     model(batch).sum().backward()
                     tft.optimizer.step()
+                    if more and late:
+                        tft._run.not_exact("odd")
                 tft.save()
-            told.append(one.begins)
+            told.append(one)
     finally:
         torch.set_num_threads(threads)
-    assert told[0] == (0, "", False)
-    assert told[1] is not None
-    assert (told[1][0], told[1][2]) == (1, True)
-    assert "threads" in told[1][1]
+    assert [one.begins for one in told] == [(0, False), (1, True)]
+    assert told[0].inexact == ""
+    assert told[1].inexact == "odd" if late else "threads" in told[1].inexact
 
 
 def test_steps_that_are_lost_are_named_though_the_disk_is_too_full_for_the_record() -> None:
@@ -204,7 +215,7 @@ def test_a_step_that_a_rank_had_ended_and_that_is_not_saved_is_said_to_be_done_a
     recovery.died(1, KILLED, 20.0)
     recovery.entered(1, 20.1)
     for rank in range(3):
-        recovery.begun(rank, 31, 20.2, "")
+        recovery.begun(rank, 31, 20.2)
     settled = {"what": "settled", "mono_s": 20.0, "rank": 0, "stand": f"COMPUTING({reached})"}
     golden.says(sentence(again(recovery), {"known_mono_s": 20.0, "step": 31, "events": [settled]}))
 

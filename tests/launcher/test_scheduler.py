@@ -192,7 +192,7 @@ def test_a_message_that_makes_no_sense_ends_the_connection_and_not_the_scheduler
     application = rig.application("0")
     rig.send(link, nonce, application)
     rig.answers(link, lines)
-    send(link, {"kind": "Begun", "step": "often", "inexact": ""})
+    send(link, {"kind": "Begun", "step": "often"})
     assert rig.answers(link, lines) == [{"closed": True}]
     assert rig.apply("0")[0]["rank"] == 0
 

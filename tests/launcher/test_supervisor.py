@@ -244,7 +244,7 @@ from lastwords.optim_wrapper.launch.reporter import reporter
 def main():
     launcher = reporter()
     launcher.guarded(None)
-    launcher.begun(0, "", lacks="")
+    launcher.begun(0, lacks="")
     directory, *acts = sys.argv[1:]
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

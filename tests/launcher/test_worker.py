@@ -157,7 +157,7 @@ def test_what_happens_to_a_rank_is_said_in_order_after_who_it_is(launcher: Launc
     rank = launcher.rank
     rank.guarded(None)
     rank.guarded(Path("/dev/shm/state"))
-    rank.begun(31, "", lacks="")
+    rank.begun(31, lacks="")
     rank.updated()
     rank.over()
     rank.left(32, Path("/ckpt/logs/incidents.jsonl"))
@@ -167,7 +167,7 @@ def test_what_happens_to_a_rank_is_said_in_order_after_who_it_is(launcher: Launc
         RankHello(RANK, os.getpid(), PROTOCOL),
         Guarded(RANK, ""),
         Guarded(RANK, "/dev/shm/state"),
-        Begun(RANK, 31, "", lacks=""),
+        Begun(RANK, 31, lacks=""),
         Updated(RANK),
         Over(RANK),
         Leaving(RANK, 32, "/ckpt/logs/incidents.jsonl"),
