@@ -323,7 +323,7 @@ class _Protected(trainer_callback.TrainerCallback):
             in_place=True,
             repeats=True,
             copy=self._copy,
-            forget=["model*.training", *accelerate_data.set_in_each_epoch(train_dataloader)],  # set anew
+            forget=["model*.training", *accelerate_data.set_in_each_epoch(train_dataloader)],  # they are set anew
             variables={
                 **own,
                 "args": AttributesOf(args, _OF_THE_ADAPTOR),
