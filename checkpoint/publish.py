@@ -30,7 +30,7 @@ from lastwords.checkpoint.part import (
     write_document,
 )
 from lastwords.checkpoint.removal import fence, is_older, move_aside
-from lastwords.checkpoint.starts import discard, remove_stale
+from lastwords.checkpoint.starts import MayBeFollowed, discard, nobody_follows, remove_stale
 from lastwords.checkpoint.system import REAL_OS, Os, remove_tree, storage_error, storage_errors, sync_directory
 from lastwords.errors import CheckpointError, ConfigError, FormatError, IncompleteError, StorageError
 from lastwords.vocabulary import Share
@@ -262,6 +262,7 @@ def publish(
     published_unix_ns: int | None = None,
     progress: Progress = _unheard,
     heads: Mapping[int, SeenPart] | None = None,
+    may_be_followed: MayBeFollowed = nobody_follows,
 ) -> Path:
     """Makes the parts in `tmp_dir` visible as the checkpoint of their step and returns its path.
 
@@ -272,7 +273,7 @@ def publish(
     takes nobody's place. Raises StorageError; the older checkpoints are untouched then, and the same call goes on where
     it stopped (also if the very last fsync failed, which the message says).
     progress: called after each of many small steps. heads: what `verify_parts` has read just before; what is missing
-    there, or has changed since, is read again.
+    there, or has changed since, is read again. may_be_followed: as of `remove_stale`, which is called at the end.
     """
     if not incident.writers:
         raise IncompleteError("there is no writer, so nothing to publish", missing=("writers",))
@@ -294,7 +295,7 @@ def publish(
             progress()
             check_present(tmp_dir, entry, os)
         rename_into_place(root, tmp_dir, final, manifest, os)
-    remove_stale(root, incident.job, incident.generation, os)
+    remove_stale(root, incident.job, incident.generation, os, may_be_followed=may_be_followed)
     return final
 
 

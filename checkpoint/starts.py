@@ -16,7 +16,7 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +33,8 @@ from lastwords.checkpoint.meta import START_FORMAT
 from lastwords.checkpoint.system import (
     REAL_OS,
     Os,
-    boot_id,
     close,
+    host_id,
     patiently,
     pwrite_all,
     read_whole,
@@ -53,6 +53,8 @@ from lastwords.errors import CheckpointError, ConfigError, FormatError, Incomple
 #
 # A lock that is free proves less where the file system keeps locks to one host, or has none. So a directory of another
 # job goes at once only where its controller's claim says that it ran on this host; else it has to be quiet for a day.
+# Nor does it prove that nobody publishes any more: another controller follows one that was killed, as long as a rank
+# lives. Whether it can, the caller knows by what the ranks share.
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ QUIET_S = 86_400.0
 _CLAIM_TRIES = 20
 _CLAIM_PAUSE_S = 0.05
 """Whoever looks whether a claim is held has it locked for that moment, and a start that waits looks all the time."""
-_BOOT_BYTES_MAX = 4096
+_HOST_BYTES_MAX = 4096
 
 
 class Claim:
@@ -99,7 +101,7 @@ class Claim:
                 fd = os.open_lock(path)
             try:
                 if os.try_lock(fd) and has_name(path, fd, os):
-                    pwrite_all(os, fd, boot_id())
+                    pwrite_all(os, fd, host_id())
                     return fd
             except BaseException:
                 close(fd, path, os)
@@ -161,7 +163,18 @@ def keep(tmp_dir: Path, kept: Path, os: Os = REAL_OS) -> Path | None:
     return kept
 
 
-def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> list[Path]:
+MayBeFollowed = Callable[[str, int], bool]
+"""Whether another controller may take the place of one of this job and generation, if that has ended."""
+
+
+def nobody_follows(job: str, generation: int) -> bool:
+    """`MayBeFollowed` where no rank lives any more."""
+    return False
+
+
+def remove_stale(
+    root: Path, job: str, generation: int, os: Os = REAL_OS, *, may_be_followed: MayBeFollowed = nobody_follows
+) -> list[Path]:
     """Removes what ended controllers and their writers left unfinished in `root`; returns what went.
 
     Directories of this job's own and later generations stay, and any in which a living process writes, whose controller
@@ -169,6 +182,8 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
     does not make way for, it becomes `...-replaced-K`. One with a finished part of last words, of a step that its job
     has not published, is renamed to `unpublished-...`. What was being pruned goes, whosever it was. Failures are only
     logged.
+
+    may_be_followed: what such a controller may still publish stays as well, until it has been quiet for a day.
     """
     removed: list[Path] = []
     try:
@@ -185,6 +200,7 @@ def remove_stale(root: Path, job: str, generation: int, os: Os = REAL_OS) -> lis
         if claims.may_live(found) or _in_use(root / name, os):
             continue
         certain = claims.has_died_here(found) or found.job == job
+        certain = certain and not may_be_followed(found.job, found.generation)
         if not (certain or _is_quiet(root / name, os)):
             continue
         if _lacks_only_its_name(root, root / name, found.global_step, os):
@@ -241,14 +257,14 @@ class _Claims:
     def read(root: Path, names: list[str], own: tuple[str, int], os: Os) -> _Claims:
         held: set[tuple[str, int]] = set()
         dead: dict[tuple[str, int], bool] = {}
-        here = boot_id()
+        here = host_id()
         for name in names:
             whose = layout.parse_claim(name)
             if whose is None or whose == own or (whose[0] == own[0] and whose[1] > own[1]):
                 continue
             try:
                 if _unlocked(root / name, os):
-                    dead[whose] = read_whole(root / name, os, bytes_max=_BOOT_BYTES_MAX) == here
+                    dead[whose] = read_whole(root / name, os, bytes_max=_HOST_BYTES_MAX) == here
                 else:
                     held.add(whose)
             except FileNotFoundError:

@@ -275,10 +275,14 @@ _REMEDIES = {
 }
 
 
-def boot_id() -> bytes:
-    """Equal for two processes if they share a running kernel, so that each sees the other one's locks."""
+def host_id() -> bytes:
+    """Equal for two processes if they share a running kernel, so that each sees the other one's locks, and /dev/shm.
+
+    Containers of one kernel may each have a /dev/shm, and none sees there whether another one's ranks live.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        return b"%s/%x" % (boot, posix.stat("/dev/shm").st_dev)
     except OSError:
         return posix.uname().nodename.encode()
 

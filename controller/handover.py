@@ -30,8 +30,16 @@ from lastwords import clock
 from lastwords.checkpoint import starts
 from lastwords.checkpoint.codec import from_json
 from lastwords.controller.events import ControllerOptions, JobMemory, Registered, Remember
-from lastwords.errors import BusyError, ConfigError, FormatError, StorageError, UnavailableError, is_shortage
-from lastwords.liveness import paths, process_id
+from lastwords.errors import (
+    BusyError,
+    ConfigError,
+    FormatError,
+    LastWordsError,
+    StorageError,
+    UnavailableError,
+    is_shortage,
+)
+from lastwords.liveness import leftovers, paths, process_id
 
 # What a controller is started with: one frozen value, which its command line carries as JSON.
 #
@@ -588,6 +596,35 @@ def beat(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except OSError:
         return None
+
+
+def may_be_followed(job: str, generation: int, *, elsewhere: bool = True, root: Path = paths.SHM_ROOT) -> bool:
+    """Whether another controller may follow one of this start that was killed on this host, or nobody can tell.
+
+    It may as long as the state is there and a rank that is not known to be dead lives on this host, or (if `elsewhere`)
+    was on another one. So it may where a process holds the lock beside the state: that one follows already.
+    """
+    try:
+        return any(_may_be_followed(at, elsewhere) for at in paths.job_dirs(job, generation, root=root))
+    except (OSError, LastWordsError) as error:
+        _log.info("cannot tell whether job %s, generation %d has living ranks here: %s", job, generation, error)
+        return True
+
+
+def _may_be_followed(directory: Path, elsewhere: bool) -> bool:
+    with leftovers.no_controller_serves(directory) as nobody:
+        if not nobody:
+            return True
+    try:
+        kept = read(directory / paths.STATE_NAME)
+    except UnavailableError as error:
+        if is_shortage(error):
+            raise
+        return False  # without the state nobody can follow
+    gone = {one.rank for one in kept.memory.gone}
+    processes = [one.process for rank, one in enumerate(kept.members) if rank not in gone]
+    here = process_id.host_id()
+    return any(process_id.is_alive(one) if one.host_id == here else elsewhere for one in processes)
 
 
 def _raw(path: Path) -> bytes:

@@ -25,7 +25,7 @@ from lastwords.checkpoint.remote import uploader
 from lastwords.checkpoint.remote.store import address_of
 from lastwords.checkpoint.retention import VerifiedOnce
 from lastwords.checkpoint.system import REAL_OS, make_directories, patiently, storage_errors, sync_directory
-from lastwords.controller import events
+from lastwords.controller import events, handover
 from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.timeline import append_record
 from lastwords.errors import LastWordsError, StorageError, UnavailableError, named
@@ -246,11 +246,15 @@ class StorageJobs:
             claim = starts.Claim.take(root, spec.job, spec.generation)
             if claim is not None:
                 self._claims.append(claim)
-            removed = starts.remove_stale(root, spec.job, spec.generation)
+            removed = starts.remove_stale(root, spec.job, spec.generation, may_be_followed=self._may_be_followed)
             if removed:
                 _log.info("removed files of ended jobs: %s", ", ".join(map(str, removed)))
         if self._uploads is not None:
             self._uploads.wake()
+
+    def _may_be_followed(self, job: str, generation: int) -> bool:
+        # This job's own ranks on other hosts had ended before it was started again.
+        return handover.may_be_followed(job, generation, elsewhere=job != self._spec.job)
 
     def _look_for_newest(self, effect: events.LookForNewest) -> None:
         try:
@@ -390,7 +394,9 @@ class StorageJobs:
         verified, self._verified = self._verified, None  # once: what is published again is read again
         heads = verified[1] if verified is not None and verified[0] == tmp_dir else None
         try:
-            path = publish.publish(root, tmp_dir, incident, progress=progress, heads=heads)
+            path = publish.publish(
+                root, tmp_dir, incident, progress=progress, heads=heads, may_be_followed=self._may_be_followed
+            )
         except Exception as error:  # outermost for this job: the core waits for an answer, whatever happened
             if not isinstance(error, LastWordsError):
                 _log.exception("publishing attempt %d of incident %d failed", effect.attempt, effect.incident)

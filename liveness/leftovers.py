@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +22,6 @@ _log = logging.getLogger(__name__)
 
 YOUNG_S = 60.0
 """A job that is just starting may have a directory and no life line that is held yet."""
-
-_JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)(?:-([0-9a-f]{1,32}))?")
 
 
 def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_S) -> list[Path]:
@@ -41,14 +38,14 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
         _log.warning("cannot look for files of ended jobs in %s: %s", root, error)
         return []
     for name in names:
-        found = _JOB_DIR.fullmatch(name)
+        found = paths.JOB_DIR.fullmatch(name)
         if found is None or int(found[1]) != os.getuid():
             continue
         path = root / name
         try:
             if not _is_dead(path, young_s):
                 continue  # without a look at its lock: a controller that starts there takes it at the first try
-            with _no_controller_serves(path) as nobody:
+            with no_controller_serves(path) as nobody:
                 if nobody and _is_dead(path, young_s):
                     paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)
                     removed.append(path)
@@ -60,7 +57,7 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
 
 
 @contextlib.contextmanager
-def _no_controller_serves(path: Path) -> Iterator[bool]:
+def no_controller_serves(path: Path) -> Iterator[bool]:
     """Whether nobody holds the lock of the job's controller, nor does so before the end of the block. OSError."""
     try:
         fd = os.open(path / paths.LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

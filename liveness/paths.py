@@ -29,6 +29,9 @@ _NONCE = re.compile(r"[0-9a-f]{0,32}")
 STATE_NAME = "controller.json"
 LOCK_NAME = "controller.lock"
 
+JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)(?:-([0-9a-f]{1,32}))?")
+"""Name of a job's directory: user, job, generation, nonce."""
+
 _OURS = re.compile(r"(rank_\d+\.(life|box|copy[01])|controller\.(json|lock))(\.\d+\.new)?")
 
 
@@ -60,6 +63,12 @@ def job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT
         raise ConfigError(f"generation {generation} must not be negative")
     name = f"lastwords-{os.getuid()}-{check_job(job)}-g{generation}"
     return root / (f"{name}-{check_nonce(nonce)}" if nonce else name)
+
+
+def job_dirs(job: str, generation: int, *, root: Path = SHM_ROOT) -> list[Path]:
+    """Directories of the starts with this job and generation, of any user and nonce. OSError."""
+    found = ((name, JOB_DIR.fullmatch(name)) for name in sorted(os.listdir(root)))
+    return [root / name for name, of in found if of is not None and (of[2], int(of[3])) == (job, generation)]
 
 
 def life_path(job: str, generation: int, rank: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
