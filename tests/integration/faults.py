@@ -120,16 +120,17 @@ def hanging(directory: Path) -> dict[str, str]:
     )
 
 
-def dying(directory: Path, state: str, *, acts: bool) -> dict[str, str]:
+def dying(directory: Path, state: str, *, acts: bool, follow_after: Path = Path("/")) -> dict[str, str]:
     """Environment of ranks whose first controller gets kill -9 when it comes to this state (`events.State`).
 
     acts: it has carried out what follows from coming there; else only what it keeps for the next one. The file `died`
-    in the directory then says in which state it was.
+    in the directory then says in which state it was. follow_after: no other one follows before this is there.
     """
     return _in_the_controller(
         directory,
         f"""
-        import os, pathlib, signal
+        import os, pathlib, signal, time
+        from lastwords.controller import takeover
         from lastwords.controller.events import Remember
         from lastwords.controller.server import ControllerShell
 
@@ -145,6 +146,14 @@ def dying(directory: Path, state: str, *, acts: bool) -> dict[str, str]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         ControllerShell._perform = perform_and_die
+        follow = takeover.follow
+
+        def follow_later(*given, **named):
+            while not pathlib.Path({str(follow_after)!r}).exists():
+                time.sleep(0.01)
+            return follow(*given, **named)
+
+        takeover.follow = follow_later
         """,
     )
 

@@ -152,6 +152,24 @@ def test_one_that_is_stopped_is_ended_before_another_one_serves(rig: Rig) -> Non
     survive(rig, launch)
 
 
+@pytest.mark.thorough
+def test_a_job_that_is_started_beside_one_without_a_controller_takes_nothing_from_it(rig: Rig, tmp_path: Path) -> None:
+    """Both save to one directory; the first one's last words are verified, and its next controller publishes them."""
+    site, go = tmp_path / "site", tmp_path / "go"
+    patience = {"LASTWORDS_CONTROLLER_LOST_S": "100", "LASTWORDS_UNPROTECTED_S": "100"}
+    env = dying(site, "publishing", acts=False, follow_after=go) | patience | {"LASTWORDS_JOB": "first"}
+    first = rig.launch(LAYOUT, faults=faults(), env=env)
+    first.job.wait_for(lambda: (site / "died").exists(), 60, "the controller's end")
+    [verified] = Path(first.plan.checkpoints).glob(".tmp-*")
+    parts = sorted(verified.rglob("*"))
+    second = rig.launch(LAYOUT, env={"LASTWORDS_JOB": "second"})
+    second.job.wait(120)
+    assert set(second.codes.values()) == {0}, second.job.report()
+    assert sorted(verified.rglob("*")) == parts
+    go.touch()
+    survive(rig, first)
+
+
 def test_a_job_that_loses_both_is_healed(rig: Rig) -> None:
     launch, difference = rig.healed(LAYOUT, with_the_controller(KILL))
     assert difference is None, launch.job.report()
