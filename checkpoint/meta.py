@@ -204,7 +204,8 @@ class StepDocument:
     `early` those that hold for a copy of before the update. extras: after how many steps, and a digest of each.
     alike: kind -> its marks. state: those of the optimizer's state and what it trains, with what it may be compared.
     numbers: the optimizer's own, and local_extras, both packed. attributes: path of an object and name of an attribute
-    -> what was in it, packed. generators: path of a random generator -> its kind, and its state in base64.
+    -> what was in it, packed. generators: path of a random generator -> its kind, and its state in base64. order: how
+    many items the loader's sampler had given in the epoch, or batches the loader, and their digest; None: not known.
     """
 
     epoch: Number | None = None
@@ -223,6 +224,7 @@ class StepDocument:
     local_extras: Any = None
     attributes: Any = None
     generators: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    order: tuple[Number, str] | None = None
 
     def extras_inline(self, path: str) -> InlineExtras | None:
         """This rank's own extras; FormatError if they are damaged."""
@@ -476,9 +478,10 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """reason: why a resume in the middle of an epoch is not exact, as the loader draws random numbers; or empty."""
+    """reason: why a resume after more than so many batches of an epoch is not exact, by how the loader draws them."""
 
     reason: str = ""
+    batches: Number = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,8 @@ class StepRecorder:
         self._steps_per_epoch = 0  # not known
         self.ends_early, self.names_steps = False, True
         self._constants: dict[str, str] | None = None
+        self.order: Callable[[], tuple[int, str] | None] = lambda: None
+        """Of the epoch so far, where `steps()` knows it."""
 
     def agree_units(self, world: WorldLike, prefix: str, declared: Sequence[Unit]) -> RankUnits:
         """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
@@ -649,6 +651,7 @@ class StepRecorder:
         """A `StepDocument` of a step that the loop calls so. own: members of `attributes`."""
         epoch, step = position or (None, None)
         said: dict[str, Any] = {"epoch": epoch, "step": step, "needs_epoch_start": self._needs_epoch_start}
+        said["order"] = self.order()
         if position is None:
             said["after"] = self.named if self.names_steps else ()
         else:

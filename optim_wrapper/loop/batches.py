@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from lastwords.errors import ConfigError, some
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
+    EpochOrder,
     len_of,
     loader_facts,
     open_epoch,
@@ -72,6 +73,7 @@ class _At(NamedTuple):
     told: what samplers took for their epoch at its start, by name. Some count on as soon as the last index is asked
     for, and workers ask for it long before the epoch ends.
     values: what had moved of the loader, as of the epoch's start and as of the next fetch.
+    order: see `EpochOrder.said`.
     """
 
     epoch: int = 0
@@ -82,6 +84,7 @@ class _At(NamedTuple):
     told: Mapping[str, int] = {}
     first: Mapping[str, bytes] = {}
     values: tuple[str, str] = ("", "")
+    order: tuple[int, str] | None = None
 
 
 class Batches:
@@ -114,6 +117,7 @@ class Batches:
         self._begun: Mapping[str, bytes] = {}
         """Streams right after the newest epoch's start."""
         self._opened = self._said = False
+        self._order = EpochOrder()
 
     def join(self, loop: Callable[[], RunLike]) -> None:
         """It belongs to this run from now on. loop: asked for once the run has started."""
@@ -189,7 +193,7 @@ class Batches:
     def _now(self) -> _At:
         in_hand = self.ahead and not self._at.ended and self._given > 0
         at = self._at if in_hand else self._at._replace(fetch={}, values=(self._at.values[0], ""))
-        return at._replace(used=self._given - in_hand)
+        return at._replace(used=self._given - in_hand, order=self._order.said)
 
     # ------------------------------------------------------------------ an epoch
 
@@ -235,6 +239,7 @@ class Batches:
                 self._at = self._at._replace(ended=True)
                 return
             self._given += 1
+            self._order.hear_batch(self.loader, self._facts, batch)
             yield batch
 
     def _go_on(self, at: _At, loop: RunLike) -> tuple[Iterator[Any], list[Any]]:
@@ -251,10 +256,11 @@ class Batches:
         before = _counted(self.loader)
         for name, one in _epochs_of(self.loader).items():
             own_of(one.holder)[one.key] = at.told.get(name, one.told)
+        self._order.expect(at.order)
         iterator = self._open()
         self._put(at.first)
         put_back = partial(self._put, at.fetch or here)
-        loop.not_exact(*pass_over(self.loader, self._facts, iterator, at.used, put_back, show_progress=False))
+        reasons = pass_over(self.loader, self._facts, iterator, self._order, at.used, put_back, show_progress=False)
         passed = _counted(self.loader)
         epochs = _epochs_of(self.loader)
         if at.fetch:
@@ -262,8 +268,10 @@ class Batches:
             self._set_epochs(epochs)
             then = _counted(self.loader)
             in_hand = [next(iterator)]
+            self._order.hear_batch(self.loader, self._facts, in_hand[0])
             self._given += 1
             epochs = _epochs_of(self.loader)
+        loop.not_exact(*(reasons or self._order.otherwise()))
         as_here()
         self._set_epochs(epochs)
         now = _counted(self.loader)
@@ -283,7 +291,7 @@ class Batches:
     def _open(self) -> Iterator[Any]:
         late, self._opened = not self._opened and self._at.epoch > 1, True
         with self._as_it_was():
-            iterator = open_epoch(self.loader, self._facts, late=late)
+            iterator = open_epoch(self.loader, self._facts, self._order, late=late)
         self._begun = self._taken()
         return iterator
 

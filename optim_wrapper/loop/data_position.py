@@ -14,9 +14,14 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lastwords.checkpoint.meta import Drawn, LoopFacts
 from lastwords.errors import ConfigError, MismatchError
@@ -24,6 +29,7 @@ from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.launch.progress import Progress
 from lastwords.optim_wrapper.state.generators import GeneratorState, of_process, state_of
 from lastwords.optim_wrapper.state.object_walk import Beyond, Walk
+from lastwords.optim_wrapper.state.running import is_users
 
 _NO_LENGTH = (
     "; give it a __len__ (batches per epoch, the same on every rank), or write a custom loop that calls "
@@ -70,6 +76,21 @@ STARTED_WORKERS = (
     "a second loader ({}) has started persistent workers within the loop: a resumed run starts them later, which draws "
     "a random number then; use persistent_workers=False"
 )
+
+
+_OTHER_ORDER = (
+    "the loader ({}) did not give again what the saved run's epoch had begun with: what it reads has changed since "
+    "then, so what is left of the epoch may be other samples, or in another order; let it choose an epoch's samples at "
+    "the epoch's start, from attributes of its own"
+)
+
+_READS_WEIGHTS = (
+    "the loader's sampler ({}) has a network that is trained, and may have chosen the epoch's samples by its weights "
+    "at the epoch's start; let it choose from attributes of its own, which the loop sets between two epochs"
+)
+
+_ELEMENTS_MAX = 512
+"""Of each tensor of a batch so many are in the digest."""
 
 
 def hear_of_workers(hear: Callable[[Any], None]) -> Callable[[], None]:
@@ -175,7 +196,95 @@ def static_reasons(loader: Any, facts: LoaderFacts, data: DataMode) -> tuple[str
     return tuple(reasons)
 
 
-def open_epoch(loader: Any, facts: LoaderFacts, *, late: bool) -> Iterator[Any]:
+class EpochOrder:
+    """What a loader has given in this epoch so far: items of its sampler, or batches where it has none.
+
+    A sampler may read what changes within an epoch: attributes of its own that the loop sets, or the model's weights.
+    Passing over what is done then gives others than the saved run had, and only they tell. Training thread.
+    """
+
+    def __init__(self) -> None:
+        self._sampler: Any = None
+        self._encode: Callable[[Any], bytes] | None = msgspec.json.Encoder(enc_hook=_readable).encode
+        self._put_back: Callable[[], None] = lambda: None
+        self._expected: tuple[int, str] | None = None
+        self._differs = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing of the epoch has been given."""
+        self._count, self._digest = 0, xxhash.xxh3_64()
+
+    def iterator_of(self, loader: Any, facts: LoaderFacts) -> Iterator[Any]:
+        """A new one over this loader; what its sampler gives is heard, if it has one."""
+        self.begin()
+        if facts.kind is not LoaderKind.INDEXED or type(loader).__iter__ is not DataLoader.__iter__:
+            return iter(loader)
+        name = _sampler_in(loader)
+        self._put_back = partial(loader.__dict__.update, {name: getattr(loader, name)})
+        return opened_with(loader, **{name: self.instead_of(getattr(loader, name))})
+
+    def instead_of(self, sampler: Any) -> EpochOrder:
+        """Itself, which gives what this one gives."""
+        self._sampler = sampler
+        return self
+
+    def expect(self, saved: tuple[int, str] | None) -> None:
+        """After so many the digest has to be this."""
+        self._expected = saved
+
+    def otherwise(self) -> list[str]:
+        """Why a resume is not exact, after passing over what is done, if the digest was another one."""
+        return [_OTHER_ORDER.format(type(_chooses(self._sampler)).__name__)] if self._differs else []
+
+    @property
+    def said(self) -> tuple[int, str] | None:
+        """How many have been given, and a digest of them; None if nobody can know."""
+        if self._expected is not None:
+            return self._expected  # not yet passed over
+        return (self._count, self._digest.hexdigest()) if self._count and self._encode is not None else None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._put_back()  # before workers start, which takes its time: nobody else is to find this in the loader
+        self.begin()
+        return map(self._hear, self._sampler)
+
+    def hear_batch(self, loader: Any, facts: LoaderFacts, batch: Any) -> None:
+        """The loader has given this one; of its sampler more is heard."""
+        if facts.kind in (LoaderKind.ITERABLE, LoaderKind.FOREIGN):
+            self._sampler = getattr(loader, "dataset", loader)
+            self._hear(batch)
+
+    def _hear(self, item: Any) -> Any:
+        self._count += 1
+        if self._encode is not None:
+            try:
+                self._digest.update(self._encode(item))
+            except (TypeError, ValueError, OverflowError, RuntimeError):  # what only its data set understands
+                self._encode = None
+        if self._expected is not None and self._count == self._expected[0]:
+            expected, self._expected = self._expected, None
+            self._differs = self.said not in (None, expected)
+        return item
+
+
+def _readable(item: Any) -> Any:
+    """What stands for it in a digest. An error for what cannot be read, or not without waiting for a device."""
+    if isinstance(item, torch.Tensor):
+        if item.device.type != "cpu":
+            raise TypeError(item.device.type)
+        return item.detach().flatten()[:_ELEMENTS_MAX].contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(item, np.ndarray):
+        if item.dtype.hasobject:
+            raise TypeError(item.dtype)
+        return item.ravel()[:_ELEMENTS_MAX].tobytes()
+    return dict(item) if isinstance(item, Mapping) else int(item)  # int: of numpy's
+
+
+def open_epoch(loader: Any, facts: LoaderFacts, order: EpochOrder, *, late: bool) -> Iterator[Any]:
     """An iterator over one epoch. `late`: it is the first one in this process, but not the run's first epoch.
 
     Persistent workers are the one case in which a later epoch begins differently: their iterator is made once,
@@ -183,15 +292,16 @@ def open_epoch(loader: Any, facts: LoaderFacts, *, late: bool) -> Iterator[Any]:
     """
     if late and facts.persistent_workers and facts.kind in (LoaderKind.INDEXED, LoaderKind.ITERABLE):
         streams = _Streams(streams_of(loader))
-        iter(loader)
+        order.iterator_of(loader, facts)
         streams.put_back()
-    return iter(loader)
+    return order.iterator_of(loader, facts)
 
 
 def pass_over(
     loader: Any,
     facts: LoaderFacts,
     iterator: Iterator[Any],
+    order: EpochOrder,
     batches: int,
     restore_step: Callable[[], None],
     *,
@@ -205,13 +315,24 @@ def pass_over(
         reasons = _draw_indices(iterator, batches)
         restore_step()
         return reasons
-    first = _fetch(iterator, batches, show_progress=show_progress)
+    heard = partial(order.hear_batch, loader, facts)
+    first = _fetch(iterator, batches, heard, show_progress=show_progress)
     drawn, last = first.moved(), _Streams()
     restore_step()
     if facts.kind is LoaderKind.ITERABLE:
         # Where the training draws none of them, they are now where they were then; and an epoch's end has no order.
         drawn = drawn & last.moved() if batches < facts.batches else set()
     return [_drawing(loader, facts)] if drawn and draws_here(facts) else []
+
+
+def _by_weights(loader: Any, facts: LoaderFacts) -> Drawn | None:
+    """What there is to say if a sampler of the user's leads to parameters that are trained."""
+    if facts.kind is not LoaderKind.INDEXED:
+        return None
+    sampler = _chooses(getattr(loader, _sampler_in(loader)))
+    found = Walk({"sampler": sampler}, {}).objects.values() if is_users(type(sampler)) else ()
+    trained = any(one.requires_grad for net in found if isinstance(net, torch.nn.Module) for one in net.parameters())
+    return Drawn(_READS_WEIGHTS.format(type(sampler).__name__), batches=0) if trained else None
 
 
 def draws_here(facts: LoaderFacts) -> bool:
@@ -241,7 +362,7 @@ class Draws:
     def __init__(self, loader: Any, facts: LoaderFacts, saved: Drawn, *, followed: bool = False) -> None:
         self._here, self._shared = draws_here(facts) and not followed, facts.kind is LoaderKind.ITERABLE
         self._text = _drawing(loader, facts) if self._here else ""
-        self.seen = saved
+        self.seen = _by_weights(loader, facts) or saved
         self.looks = False
         self._given: _Streams | None = None
         self._asked: _Streams | None = None
@@ -267,13 +388,13 @@ class Draws:
         self.looks, self._given = False, None
 
 
-def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _Streams:
+def _fetch(iterator: Iterator[Any], batches: int, heard: Callable[[Any], None], *, show_progress: bool) -> _Streams:
     """Fetch and drop so many batches; returns the streams after the first, whose draws no training had come before."""
     streams = _Streams()
     progress = Progress("fetching the data that was done once more", batches) if show_progress else None
     for count in range(1, batches + 1):
         try:
-            next(iterator)
+            heard(next(iterator))
         except StopIteration:
             raise ConfigError(
                 f"the loader ended after {count - 1} batches, although {batches} of this epoch were done when the "
@@ -288,12 +409,22 @@ def _fetch(iterator: Iterator[Any], batches: int, *, show_progress: bool) -> _St
     return streams
 
 
-def skipping_iterator(loader: Any, facts: LoaderFacts, batches: int) -> Iterator[Any] | None:
+def skipping_iterator(loader: Any, facts: LoaderFacts, order: EpochOrder, batches: int) -> Iterator[Any] | None:
     """An iterator that starts after `batches` batches by index, with workers; None if this loader has no such way."""
     if facts.kind is not LoaderKind.INDEXED or not facts.workers or facts.persistent_workers:
         return None
-    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    return opened_with(loader, **{name: _Rest(getattr(loader, name), batches)})
+    name = _sampler_in(loader)
+    return opened_with(loader, **{name: _Rest(order.instead_of(getattr(loader, name)), batches)})
+
+
+def _sampler_in(loader: Any) -> str:
+    """The attribute of a loader that says what comes next."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def _chooses(sampler: Any) -> Any:
+    """Of a sampler of batches as torch makes it, that of the samples."""
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
 def opened_with(loader: Any, **attributes: Any) -> Iterator[Any]:
@@ -367,5 +498,5 @@ def known_at_resume(saved: LoopFacts, step: int) -> list[str]:
     >>> known_at_resume(LoopFacts(draws=Drawn("it draws"), steps_per_epoch=4), 4)
     []
     """
-    draws = saved.draws.reason and step * saved.accumulate > 1 and step < saved.steps_per_epoch
+    draws = saved.draws.reason and step * saved.accumulate > saved.draws.batches and step < saved.steps_per_epoch
     return [saved.draws.reason] if draws else []

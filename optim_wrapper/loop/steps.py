@@ -32,6 +32,7 @@ from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.data_position import (
     PERSISTENT,
     Draws,
+    EpochOrder,
     LoaderKind,
     loader_facts,
     open_epoch,
@@ -71,12 +72,14 @@ class ResumeAt:
 
     restore_epoch_start puts every random stream (python, numpy, torch, accelerators and the loader's generators) back
     to the start of `epoch`, restore_step to the end of `step`. None: not known, and the resume is not exact.
+    order: what `EpochOrder.said` had said at that end.
     """
 
     epoch: int
     step: int
     restore_epoch_start: Callable[[], None] | None
     restore_step: Callable[[], None] | None
+    order: tuple[int, str] | None = None
 
 
 class Steps:
@@ -146,6 +149,9 @@ class Steps:
         self.under_way = False
         self.ends_step = False
         said = [*onward.reasons, *counted_out]
+        self.order = EpochOrder()
+        if resume is not None and resume.step < self.steps_per_epoch and not (placed or self._carried or said):
+            self.order.expect(resume.order)  # at an epoch's end nothing is left to be in order
         self.ledger = ledger or Ledger()
         self.ledger.tell(*static_reasons(loader, self._facts, "skip" if placed and not followed else data), *said)
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
@@ -192,7 +198,7 @@ class Steps:
             yield from self._all()
         finally:
             # Left to the garbage collector in a cycle, persistent workers take five seconds each to end.
-            self._loader = None
+            self._loader, self.order = None, EpochOrder()
 
     def _all(self) -> Generator[tuple[int, int, Any], None, None]:
         resume = self._resume
@@ -240,6 +246,8 @@ class Steps:
                 batch = next(iterator)
             except StopIteration:
                 break
+            if not self._followed:
+                self.order.hear_batch(self._loader, self._facts, batch)
             if draws.looks:
                 draws.given()
             # Samplers count on once all indices are asked for, which workers do early; torch's loaders tell none.
@@ -299,7 +307,7 @@ class Steps:
     def _open(self, epoch: int, here: ResumeAt | None, *, late: bool) -> tuple[Iterator[Any], int]:
         loader, facts = self._loader, self._facts
         if here is None:
-            return open_epoch(loader, facts, late=late), 0
+            return open_epoch(loader, facts, self.order, late=late), 0
         batches = min(here.step * self.accumulate, facts.batches)
         iterator = None
         if self._carried is not None:
@@ -307,13 +315,15 @@ class Steps:
         elif self._placed:
             iterator = iter(loader)
         elif self._data == "skip":
-            iterator = skipping_iterator(loader, facts, batches)
+            iterator = skipping_iterator(loader, facts, self.order, batches)
+        reasons: list[str] = []
         if iterator is None:
-            iterator = open_epoch(loader, facts, late=late)
-            put_back = partial(self._restore_step, here)
-            self._not_exact(*pass_over(loader, facts, iterator, batches, put_back, show_progress=self._show_progress))
+            iterator = open_epoch(loader, facts, self.order, late=late)
+            put_back, shown = partial(self._restore_step, here), self._show_progress
+            reasons = pass_over(loader, facts, iterator, self.order, batches, put_back, show_progress=shown)
         else:
             self._restore_step(here)
+        self._not_exact(*(reasons or self.order.otherwise()))
         return iterator, batches
 
     def _restore_step(self, here: ResumeAt) -> None:

@@ -117,7 +117,8 @@ EARLIER_MOVE = Reason(
 class Resumed:
     """What a resume has put back, and what the loop still needs: the streams of the epoch's start and of the step.
 
-    at_step, at_start: attributes and random generators at the step's end, and at the epoch's start.
+    at_step, at_start: attributes and random generators at the step's end, and at the epoch's start. order: of
+    the epoch so far, as in a `StepDocument`.
     epoch and step are as in the manifest: see `position`. last_named: the last step that the loop had given a name;
     None if it gives none. moved: the saved run had other ranks, or another layout.
     """
@@ -132,6 +133,7 @@ class Resumed:
     epoch_start: Mapping[str, RegionCopy]
     at_step: SavedValues = NOTHING
     at_start: SavedValues = NOTHING
+    order: tuple[int, str] | None = None
     reasons: list[Reason] = field(default_factory=list)
     last_named: Position | None = None
     moved: bool = False
@@ -288,6 +290,7 @@ def _restore(
         epoch_start=epoch_start,
         at_step=at_step,
         at_start=at_start,
+        order=manifest.locals[extras_of].document.order if owner >= 0 else None,
         reasons=list(merged(map(as_reason, reasons))),
         last_named=last_named(manifest),
         moved=moved,

@@ -152,6 +152,7 @@ class Run:
         self.recorder.attributes.know(loader)
         self.know_data(loader)
         self._open_box()
+        self.recorder.order = lambda: steps.order.said
         self.recorder.begin(
             self.start_step,
             None if resumed is None else resumed.position,
@@ -244,7 +245,7 @@ class Run:
 
         at_start = back_to(resumed.epoch_start, resumed.at_start, last=False)
         at_step = back_to(resumed.regions, resumed.at_step, last=True)
-        return ResumeAt(resumed.epoch, resumed.step, at_start, at_step)
+        return ResumeAt(resumed.epoch, resumed.step, at_start, at_step, resumed.order)
 
     def _open_box(self) -> None:
         """The black box anew: it is known now what has to go in."""

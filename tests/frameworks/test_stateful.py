@@ -95,7 +95,8 @@ def test_the_loaders_own_state_counts_what_was_passed_over() -> None:
         one, found = test_steps.loader("shuffle with generator"), []
         facts = data_position.loader_facts(one)
         iterator = iter(one)
-        data_position.pass_over(one, facts, iterator, resume_at, lambda: None, show_progress=False)
+        order = data_position.EpochOrder()
+        data_position.pass_over(one, facts, iterator, order, resume_at, lambda: None, show_progress=False)
         for _ in range(resume_at, 4):
             next(iterator)
             found.append({name: one.state_dict()[name] for name in ("_num_yielded", "_sampler_iter_yielded")})

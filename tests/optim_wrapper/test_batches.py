@@ -266,8 +266,9 @@ def test_without_the_epoch_of_its_begin_what_has_counted_on_gives_another_order(
         batches._resumed = batches._resumed._replace(told={})  # type: ignore[union-attr]
 
     whole, kept, _ = train(LOADERS[loader], looks_ahead, at=11)
-    rest, _, _ = train(LOADERS[loader], looks_ahead, at=11, saved=(*kept, streams()), broken=forget)
+    rest, _, reasons = train(LOADERS[loader], looks_ahead, at=11, saved=(*kept, streams()), broken=forget)
     assert rest != whole[11:]
+    assert [reason.split("did not give again")[0] for reason in reasons] == [f"the loader ({loader.title()}) "]
 
 
 def test_nothing_differs_from_a_loader_alone() -> None:

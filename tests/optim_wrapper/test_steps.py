@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.loop.data_position import loader_facts, open_epoch
+from lastwords.optim_wrapper.loop.data_position import EpochOrder, known_at_resume, loader_facts, open_epoch
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.state import generators
 from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes
@@ -234,7 +234,7 @@ class Run:
     def step_end(self, epoch: int, step: int) -> None:
         self.events.append(f"end {epoch}.{step}")
         self.record.append((epoch, step, self.streams()))
-        self.ends[epoch, step] = self.state()
+        self.ends[epoch, step] = {**self.state(), "order": None if self.steps is None else self.steps.order.said}
 
     def round_over(self, epoch: int, step: int) -> None:
         self.events.append(f"over {epoch}.{step}")
@@ -278,7 +278,8 @@ def resumed(whole: Run, make: Callable[[], Any], epoch: int, step: int, run: Run
 
         return put
 
-    at = ResumeAt(epoch, step, restore(whole.starts[epoch]), restore(whole.ends[epoch, step]))
+    ended = whole.ends[epoch, step]
+    at = ResumeAt(epoch, step, restore(whole.starts[epoch]), restore(ended), ended["order"])
     return run.train(loader=new, resume=at, **kwargs)
 
 
@@ -501,7 +502,7 @@ class Permuted(Sampler[int]):
 @pytest.mark.process
 def test_persistent_workers_that_are_started_beforehand_draw_nothing_from_a_sampler() -> None:
     whole = DataLoader(Items(), sampler=Permuted(), num_workers=1, persistent_workers=True)
-    found = [int(item[0]) for (item,) in open_epoch(whole, loader_facts(whole), late=True)]
+    found = [int(item[0]) for (item,) in open_epoch(whole, loader_facts(whole), EpochOrder(), late=True)]
     assert found == [*Permuted()]
 
 
@@ -710,6 +711,125 @@ def test_a_sampler_that_draws_from_the_trainings_streams_between_batches_is_repo
     assert again.record != after(whole.record, 1, 3)
     assert again.steps is not None
     golden.says(told(again))
+
+
+class Hardest(Sampler[int]):
+    """Each sample once in an epoch; of those that are left, the one that is hardest now, or was at the start."""
+
+    def __init__(self, hardness: list[float], lazily: bool) -> None:
+        self.hardness, self.lazily = hardness, lazily
+
+    def __len__(self) -> int:
+        return len(self.hardness)
+
+    def __iter__(self) -> Iterator[int]:
+        hardness, left = self.hardness if self.lazily else [*self.hardness], set(range(len(self.hardness)))
+        while left:
+            left.remove(hardest := max(left, key=lambda index: (hardness[index], index)))
+            yield hardest
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("lazily", "elsewhere"), [(False, False), (True, False), (False, True)])
+def test_a_sampler_that_reads_what_has_changed_within_the_epoch_is_found_out(
+    lazily: bool, elsewhere: bool, workers: int
+) -> None:
+    """elsewhere: what it reads at the epoch's start is the model's, say, which `resume()` has put back already."""
+    hardness: list[float] = []
+
+    class Trains(Run):
+        def step_end(self, epoch: int, step: int) -> None:
+            hardness[:] = [one * 2 + index % 5 for index, one in enumerate(hardness)]
+            super().step_end(epoch, step)
+
+    class Elsewhere(Hardest):
+        __slots__ = ()
+        hardness = property(lambda self: hardness, lambda self, value: None)  # type: ignore[assignment]
+
+    def make() -> Any:
+        if not elsewhere or not hardness:
+            hardness[:] = [float(index % 7) for index in range(SAMPLES)]
+        return DataLoader(
+            Items(), BATCH, sampler=(Elsewhere if elsewhere else Hardest)(hardness, lazily), num_workers=workers
+        )
+
+    whole = whole_run(make, Trains(), epochs=2)
+    if elsewhere:
+        hardness[:] = [float(index % 3) for index in range(SAMPLES)]
+    part = resumed(whole, make, 1, 3, Trains(), epochs=2)
+    same = part.record == after(whole.record, 1, 3)
+    assert same is not (lazily or elsewhere)
+    golden.says([*told(part), f"the same: {same}"])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_sampler_that_has_a_network_is_known_at_resume_if_that_is_trained(trained: bool) -> None:
+    class Knows(Hardest):
+        def __init__(self) -> None:
+            super().__init__([0.0] * SAMPLES, lazily=False)
+            self.net = torch.nn.Linear(1, 1).requires_grad_(trained)
+
+    made = DataLoader(Items(), batch_sampler=BatchSampler(Knows(), BATCH, drop_last=False))
+    saved = Steps(made, 2, events=Run()).facts(1)
+    golden.says([f"after {step} of {BATCHES}: {known_at_resume(saved, step)}" for step in (1, BATCHES)])
+
+
+class Longer(IterableDataset[Any]):
+    """Cuts a text into pieces as long as the loop says; what is left of one comes into the next."""
+
+    def __init__(self) -> None:
+        self.length = 2
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[Any]:
+        at = 0
+        for _ in range(SAMPLES):
+            at += self.length
+            yield torch.arange(at - self.length, at)[:2].to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_data_set_that_reads_what_has_changed_within_the_epoch_is_found_out(grows: bool) -> None:
+    made: list[Longer] = []
+
+    class Trains(Run):
+        def step_end(self, epoch: int, step: int) -> None:
+            made[-1].length += grows
+            super().step_end(epoch, step)
+
+    def make() -> Any:
+        made.append(Longer())
+        return DataLoader(made[-1], BATCH)
+
+    whole = whole_run(make, Trains(), epochs=1)
+    part = resumed(whole, make, 1, 3, Trains(), epochs=1)
+    same = part.record == after(whole.record, 1, 3)
+    assert same is not grows
+    golden.says([*told(part), f"the same: {same}"])
+
+
+def test_samplers_may_give_what_only_their_data_set_understands() -> None:
+    class Keys(Items):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(index[0])
+
+    class Drawn(Sampler[Any]):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from ((index, object()) for index in torch.randperm(SAMPLES))
+
+    def make() -> Any:
+        return DataLoader(Keys(), BATCH, sampler=Drawn())
+
+    whole = whole_run(make, epochs=1)
+    assert whole.ends[1, 2]["order"] is None
+    part = resumed(whole, make, 1, 2, epochs=1)
+    assert part.record == after(whole.record, 1, 2)
+    assert not told(part)
 
 
 def test_a_foreign_loader_that_draws_ahead_is_reported_and_one_that_does_not_draw_is_exact() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import re
 import signal
@@ -166,6 +167,18 @@ def protected(plan: dict[str, Any], loop: Loop) -> Iterator[Any]:
         yield tft
 
 
+class Late(logging.Handler):
+    """Why the resume is not exact, as far as that is found only when the loop begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("lastwords: not exact"):
+            self.reasons += map(str, record.args or ())
+
+
 def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: Stage) -> None:
     """With lastwords, resumed or not."""
     with protected(plan, loop) as tft:
@@ -179,6 +192,7 @@ def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: S
             recorder.write("resumed", done, values=recorder.state(), **said)
         loop.resumed()
         loop.end_step = tft.step_end
+        logging.getLogger("lastwords").addHandler(late := Late())
 
         def ended(epoch: int, step: int) -> None:
             recorder.step_done()
@@ -190,6 +204,7 @@ def run_protected(plan: dict[str, Any], loop: Loop, recorder: Recorder, stage: S
             loop.run(loop.plain(loop.loader(), done, beginning(loop, recorder, tft.step_begin)), ended)
         else:
             loop.run(named_steps(tft, loop), ended)
+        recorder.write("late", loop.step, reasons=late.reasons)
 
 
 def named_steps(tft: Any, loop: Loop) -> Iterator[tuple[int, int, Any]]:

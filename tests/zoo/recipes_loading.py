@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from tests.zoo.loop import BATCH, Loop, recipe
+from tests.zoo.loop import BATCH, WIDTH_IN, Loop, recipe
 
 
 class ShuffleBuffer(IterableDataset[Any]):
@@ -120,3 +121,103 @@ class CurriculumMid(Curriculum):
     def after_log(self) -> None:
         if self.step % self.per_epoch == 3:
             self.levels.level += 1
+
+
+class HardestFirst(Sampler[int]):
+    """Begins an epoch with the samples of which the model knows least."""
+
+    def __init__(self, net: nn.Module, dataset: Any, numbers: range) -> None:
+        self.net, self.dataset, self.numbers = net, dataset, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        x, y = self.dataset[self.numbers]
+        self.net.eval()
+        with torch.no_grad():
+            losses = (self.net(x) - y).square().mean(1)
+        self.net.train()
+        yield from (self.numbers[index] for index in losses.argsort(descending=True).tolist())
+
+
+@recipe(
+    "hardest_first",
+    "a sampler that orders an epoch by the losses which the model has at its start",
+    "fwd@3 epoch win@7",
+    {"fwd win": "has a network"},
+)
+class Mining(Loop):
+    def loader(self) -> Any:
+        dataset: Any = self.dataset()
+        return DataLoader(
+            dataset, BATCH, sampler=HardestFirst(self.bare, dataset, range(self.rank, len(dataset), self.ranks))
+        )
+
+
+class Hardest(Sampler[int]):
+    """Each sample once; what comes next is the hardest one that is left by now."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+        self.hardness = [float(index % 3) for index in range(len(numbers))]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        left = {*range(len(self.numbers))}
+        while left:
+            left.remove(index := max(left, key=lambda index: (self.hardness[index], index)))
+            yield self.numbers[index]
+
+
+@recipe(
+    "hardest_next",
+    "a sampler that chooses each sample by what the loop knows of it by then",
+    "fwd@3 epoch",
+    {"fwd": "did not give again"},
+)
+class Adaptive(Loop):
+    def loader(self) -> Any:
+        dataset: Any = self.dataset()
+        self.hardest = Hardest(range(self.rank, len(dataset), self.ranks))
+        return DataLoader(dataset, BATCH, sampler=self.hardest)
+
+    def before_forward(self, batch: Any) -> Any:
+        hardness, first = self.hardest.hardness, float(batch[0][0, 0])
+        hardness[:] = [one + (first * index) % 1.0 for index, one in enumerate(hardness)]
+        return super().before_forward(batch)
+
+
+class Pieces(IterableDataset[Any]):
+    """Cuts a text into pieces as long as the loop says; the next one begins where the last one ended."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.text, self.y, self.length = x.flatten(), y, 2
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __iter__(self) -> Iterator[Any]:
+        at = 0
+        for y in self.y:
+            at += self.length
+            yield self.text[at - self.length : at].repeat(WIDTH_IN)[:WIDTH_IN], y
+
+
+@recipe(
+    "length_warm_up",
+    "the loop makes the pieces longer in each step into which an `IterableDataset` cuts a text",
+    "fwd@3 epoch",
+    {"fwd": "did not give again"},
+)
+class LengthWarmUp(Loop):
+    def loader(self) -> Any:
+        x, y = super().dataset().tensors  # type: ignore[attr-defined]
+        self.pieces = Pieces(x[self.rank :: self.ranks], y[self.rank :: self.ranks])
+        return DataLoader(self.pieces, BATCH)
+
+    def before_forward(self, batch: Any) -> Any:
+        self.pieces.length = min(self.pieces.length + 1, WIDTH_IN)
+        return super().before_forward(batch)

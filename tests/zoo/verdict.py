@@ -32,10 +32,10 @@ class NoLoopError(AssertionError):
 class Verdict:
     """What came of one kill.
 
-    kind: "exact" (equal, and called so), "told" (not exact, and said so), "named" (different, because of something that
-    is not saved, and is named), "silent" (different, and nothing is said), "nothing" (no checkpoint), "broken"
-    (anything that should never happen). where: what was restored wrong, or else the first step that came out
-    different; empty if it is equal.
+    kind: "exact" (equal, and called so), "told" (not exact, and said so, at the latest as the loop begins), "named"
+    (different, because of something that is not saved, and is named), "silent" (different, and nothing is said),
+    "nothing" (no checkpoint), "broken" (anything that should never happen). where: what was restored wrong, or else the
+    first step that came out different; empty if it is equal.
     """
 
     kind: str
@@ -176,7 +176,11 @@ def compared(card: Card, reference: Track, resumed: Track, toy: Toy) -> Verdict:
         return Verdict("told", text, reasons, not difference, step, where)
     if difference:
         names = {part for record in records for name in record["beside"] for part in name.split(".")}
-        return Verdict("silent" if names.isdisjoint(card.beside) else "named", text, reasons, False, step, where)
+        if not names.isdisjoint(card.beside):
+            return Verdict("named", text, reasons, False, step, where)
+        ended = [resumed.one(rank, "late") for rank in range(card.loop.ranks)]
+        late = tuple(dict.fromkeys(reason for record in ended if record is not None for reason in record["reasons"]))
+        return Verdict("told" if late else "silent", text, (*reasons, *late), False, step, where)
     return Verdict("exact", text, reasons, True, step)
 
 
