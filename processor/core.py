@@ -127,7 +127,7 @@ PARKED: Final[Mapping[tuple[Phase, str], Phase]] = {
 _MISUSE: Final[Mapping[str, str]] = {
     "begin_loop": "a training loop was started in the middle of a step",
     "mark_ready": "optimizer.step() was called again before the step was ended; call step_end() once after each "
-    "step(), also where the loop catches an exception in between",
+    "step(), also where the loop catches an exception in between; what tries learning rates goes before protect()",
     "try_update": "an update was entered without READY",
     "mark_updated": "an update was ended that had not begun",
     "mark_torn": "an update was torn that had not begun",

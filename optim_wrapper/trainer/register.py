@@ -398,7 +398,10 @@ class TFTRegister:
         """
         run = self._started("steps")
         if run.begun or run.steps is not None:
-            raise ConfigError("the training loop has already begun; call steps() once, before the first step")
+            raise ConfigError(
+                "the training loop has already begun: steps() is called once, before the first step; a loop in stages, "
+                "or over data that grows, calls step_end() after each step instead"
+            )
         here = onward(run.resumed, loader, accumulate, run.world.size)
         resumed_regions = run.resumed is not None and bool(run.resumed.regions)
         followed = self._batches is not None and loader in (self._batches, self._batches.given_by)
