@@ -48,7 +48,8 @@ SILENT = [
     more("what has to be alike", "own_groups", "fwd"),
     more("lists in the state", "list_reordered", "fwd"),
     ("attributes", "warm_up_calls", "fwd"),
-    more("attributes", "sampler_passes", "end"),
+    ("order of an epoch", "hardest_next", "fwd"),
+    more("order of an epoch", "length_warm_up", "fwd"),
     ("variables", "loss_average_kept", "fwd"),
     more("variables", "hard_replay_kept", "fwd"),
     ("names", "bandit", "fwd"),
@@ -56,6 +57,12 @@ SILENT = [
     more("where steps begin", "between_draws_first", "epoch"),
     more("what survivors say", "between_one", "epoch"),
     more("what survivors say", "late_attr", "fwd"),
+]
+
+TOLD = [
+    ("boundary copies", "moco", "fwd"),
+    more("boundary copies", "vq_data", "fwd"),
+    more("attributes", "sampler_passes", "end"),
 ]
 
 
@@ -75,17 +82,17 @@ def test_without_its_mechanism_a_recipe_differs_and_nobody_says_so(
     assert verdict.problem(CARDS[name], phase)
 
 
-@pytest.mark.parametrize(("name", "phase"), [("moco", "fwd"), more("vq_data", "fwd")])
-def test_without_copies_at_the_steps_end_a_recipe_that_has_to_be_exact_is_told(
-    keeper: Keeper, name: str, phase: str
+@pytest.mark.parametrize(("mechanism", "name", "phase"), TOLD)
+def test_without_its_mechanism_a_recipe_that_has_to_be_exact_is_told(
+    keeper: Keeper, mechanism: str, name: str, phase: str
 ) -> None:
-    verdict = keeper.judge(name, phase, without=["boundary copies"])
+    verdict = keeper.judge(name, phase, without=[mechanism])
     assert verdict.kind == "told", verdict.text
     assert not verdict.equal
     assert verdict.problem(CARDS[name], phase)
 
 
 def test_each_mechanism_has_a_control() -> None:
-    controlled = {case.values[0] if hasattr(case, "values") else case[0] for case in SILENT}
-    elsewhere = {"boundary copies", "habits"}  # above, and in test_twice
+    controlled = {case.values[0] if hasattr(case, "values") else case[0] for case in SILENT + TOLD}
+    elsewhere = {"habits"}  # in test_twice
     assert {*controlled, *elsewhere} == MECHANISMS.keys()

@@ -187,6 +187,11 @@ def survivors_silent() -> None:
     )
 
 
+def order_unheard() -> None:
+    """Nobody asks whether a loader gives again what it had given."""
+    importlib.import_module("lastwords.optim_wrapper.loop.data_position").EpochOrder.expect = nothing
+
+
 MECHANISMS: dict[str, Callable[[], None]] = {
     "witness": unseen,
     "sampled words": unsampled,
@@ -210,6 +215,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "attributes": attributes_lost,
     "variables": variables_unseen,
     "names": nothing_named,
+    "order of an epoch": order_unheard,
     "where steps begin": begins_unasked,
     "what survivors say": survivors_silent,
 }
