@@ -30,7 +30,7 @@ IN_FILE: dict[str, Any] = {
             "even": True,
         },
         "inputs": {"loader": "a.Loader", "batch_size": 4, "shuffle": True, "seed": -3, "batches": 12},
-        "draws": {"reason": "it draws"},
+        "draws": {"reason": "it draws", "batches": 1},
         "carried": {"epoch": 2, "first": 8, "first_step": 1},
         "world_size": 2,
     },
