@@ -44,8 +44,9 @@ from lastwords.errors import ConfigError, FormatError, IncompleteError, Unavaila
 _READERS = 2
 """The caller's thread and one more: while one copies out of the page cache, the other hashes, and the reverse."""
 
-_PIECES_MAX = 512
-"""preadv takes 1024 pieces (IOV_MAX); a chunk with more tensors than this is read whole and copied out."""
+_PIECES_MAX = 511
+"""preadv takes 1024 pieces (IOV_MAX), and before and after each tensor there may be a gap. A chunk with more tensors
+than this is read whole and copied out."""
 
 EXCESS_MAX = 1.05
 """Where only what is wanted is read, this much is read for each wanted byte at most, to save calls and gain a check."""

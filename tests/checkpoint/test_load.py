@@ -379,6 +379,15 @@ def test_more_tensors_in_a_chunk_than_one_system_call_takes(tmp_path: Path) -> N
     assert len(found) == 3005
 
 
+@pytest.mark.parametrize("wanted", [511, 512, 513])
+def test_each_gap_between_tensors_is_a_piece_of_the_system_call_too(tmp_path: Path, wanted: int) -> None:
+    tensors = [(TensorSpec(f"unit/u/model/w{index}", "F32", ()), np.float32(index)) for index in range(2 * wanted)]
+    checkpoint = load.open_checkpoint(published(tmp_path, {0: {"u": UnitState(tensors)}}))
+    memory = {f"unit/u/model/w{index}": np.zeros((), np.float32) for index in range(0, 2 * wanted, 2)}
+    checkpoint.read_tensors(memory, lambda spec: memoryview(memory[spec.name]))
+    assert [*memory.values()] == [*range(0, 2 * wanted, 2)]
+
+
 def test_every_short_read_is_continued(tmp_path: Path) -> None:
     class Short(Os):
         def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:  # type: ignore[override]
