@@ -494,9 +494,11 @@ def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int 
 
     above: the highest one that was drawn elsewhere, by what a remote store has.
 
-    Raises StorageError if the file system refuses, ConfigError if it cannot be told which job is started again.
+    Raises StorageError if the file system refuses, ConfigError if it cannot be told which job is started again, or if
+    two of `roots` are one directory.
     """
     root, *others = roots
+    _refuse_twice(root, others, os)
     for _ in range(_DRAWS_MAX):
         with storage_errors("listing", root):
             names = os.listdir(root)
@@ -520,6 +522,14 @@ def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int 
         f"{root}: {_DRAWS_MAX} generations in a row were taken by other processes; find out which "
         "other jobs start there"
     )
+
+
+def _refuse_twice(root: Path, others: Iterable[Path], os: Os) -> None:
+    """Whoever drew a generation in one of them would find it taken in the other."""
+    for other in others:
+        with storage_errors("looking at", other):
+            if os.leads_to_directory(other) and os.stamp(other)[:2] == os.stamp(root)[:2]:
+                raise ConfigError(f"{other} leads to {root} itself; give a directory on another file system, or none")
 
 
 def _reserve(root: Path, generation: int, os: Os) -> bool:

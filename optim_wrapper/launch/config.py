@@ -160,7 +160,7 @@ class Config:
         fallback = None if fallback_path is None else _path("fallback_path", fallback_path)
         if drill := environ.get(DRILL):
             root, fallback = Path(drill) / CHECKPOINTS, None
-        # A constructor does no I/O, so no links are followed; two names that differ by `..` are seen through.
+        # A constructor does no I/O, so no links are followed (`starts.draw` does); `..` is seen through.
         if fallback is not None and os.path.normpath(fallback) == os.path.normpath(root):
             raise ConfigError(
                 f"fallback_path is ckpt_save_path itself ({root}); give a directory on another file system, "
@@ -299,7 +299,14 @@ def _path(name: str, value: object) -> Path:
         raise ConfigError(
             f"{name} must be a directory, a str or pathlib.Path such as './ttp_checkpoints/', not {value!r}"
         )
-    return Path(text).absolute()
+    path = Path(text).absolute()
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name}={str(path)!r} has bytes that are not UTF-8, which no message can carry: choose another name"
+        ) from error
+    return path
 
 
 def _with_seconds(options: _Options, environ: Mapping[str, str]) -> _Options:

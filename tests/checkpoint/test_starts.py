@@ -287,6 +287,16 @@ def test_a_fallback_that_is_not_there_keeps_nobody_from_starting(tmp_path: Path)
     assert draw([tmp_path, tmp_path / "missing"], Launch(job="a")).generation == 1
 
 
+def test_a_fallback_that_is_the_same_directory_by_another_name_is_refused(tmp_path: Path) -> None:
+    root, link = tmp_path / "root", tmp_path / "link"
+    root.mkdir()
+    link.symlink_to(root)
+    with golden.raises(ConfigError):
+        draw([root, link], Launch())
+    assert [*root.iterdir()] == [], "no generation was drawn"
+    assert draw([link], Launch()).generation == 1, "the control: it may be a link"
+
+
 def test_a_fallback_that_is_another_jobs_directory_keeps_that_jobs_starts(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     mine.mkdir()

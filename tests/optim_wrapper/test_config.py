@@ -50,6 +50,7 @@ def register(**changes: Any) -> TFTRegister:
         ("ckpt_save_path", None),
         ("ckpt_save_path", b"/ckpt"),
         ("ckpt_save_path", "a\0b"),
+        ("ckpt_save_path", "/ckpt\udcff"),
         ("fallback_path", 3),
         ("fallback_path", ""),
         ("fallback_path", "./ckpt"),
