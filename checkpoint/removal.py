@@ -6,6 +6,7 @@ The order of system calls is what invariants I5 and I9 rest on:
     renamed     to a name that no reader takes for a checkpoint, and that says which one it was
     durable     the new name, so that no crash brings a torso back under the old one
     looked at   whether it is the one that was to go: another one may have taken its name before the rename
+    closed      since NFS keeps a name for a file that is removed while it is open, and with it the directory
     removed     whoever finds the name later, and locks what is there alone, goes on with it (`finish`)
 """
 
@@ -44,9 +45,10 @@ def remove(directory: Path, said: Claimed, os: Os) -> None:
         raise
     try:
         _refuse(stranger, directory)
-        _remove_locked(directory, hidden, said, fd, os)
+        _hide_locked(directory, hidden, said, fd, os)
     finally:
         close(fd, path, os)
+    remove_tree(hidden, os)
 
 
 def refuse_strangers(directory: Path, os: Os) -> None:
@@ -59,7 +61,7 @@ def _refuse(stranger: str | None, directory: Path) -> None:
         raise FormatError(f"{directory} stays: it contains {stranger}, which is no part of a checkpoint")
 
 
-def _remove_locked(directory: Path, hidden: Path, said: Claimed, fd: int, os: Os) -> None:
+def _hide_locked(directory: Path, hidden: Path, said: Claimed, fd: int, os: Os) -> None:
     path = directory / layout.MANIFEST_NAME
     with storage_errors("locking", path):
         if not os.try_lock(fd):
@@ -74,7 +76,6 @@ def _remove_locked(directory: Path, hidden: Path, said: Claimed, fd: int, os: Os
         if not is_at(hidden / layout.MANIFEST_NAME, fd, os):
             _give_back_another(hidden, directory, name_of(said), os)
             raise replaced(directory)
-    remove_tree(hidden, os)
 
 
 def replaced(directory: Path) -> ReplacedError:
@@ -115,11 +116,9 @@ def _finish_one(hidden: Path, of: layout.TemporaryName, os: Os) -> bool:
         try:
             if not os.try_lock(fd) or not is_at(path, fd, os):
                 return False
-            remove_tree(hidden, os)
         finally:
             close(fd, path, os)
-    else:
-        remove_tree(hidden, os)  # its manifest goes first
+    remove_tree(hidden, os)  # its manifest goes first
     return True
 
 

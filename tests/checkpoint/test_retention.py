@@ -406,6 +406,41 @@ def test_what_was_being_removed_is_removed_by_others(tmp_path: Path, by: str) ->
     assert [path.name for path in tmp_path.iterdir()] == ["tft_saved_checkpoints-step_36"]
 
 
+class Nfs(Os):
+    """As a client of NFS: a file that is removed while it has it open keeps a name until it is closed."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._left: dict[int, Path] = {}
+
+    def open_lock(self, path: Path) -> int:
+        fd = super().open_lock(path)
+        self._open[fd] = posix.fstat(fd).st_ino
+        return fd
+
+    def unlink(self, path: Path) -> None:
+        inode = posix.stat(path).st_ino
+        if inode not in self._open.values():
+            return super().unlink(path)
+        self._left[inode] = path.with_name(".nfs01")
+        posix.rename(path, self._left[inode])
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        inode = self._open.pop(fd, 0)
+        if inode in self._left:
+            posix.unlink(self._left.pop(inode))
+
+
+def test_on_nfs_nothing_is_left_of_what_goes(tmp_path: Path) -> None:
+    filled(tmp_path, range(34, 37))
+    hidden = tmp_path / ".removed-step_34-job-g1-i0-a1"
+    posix.rename(layout.checkpoint_dir(tmp_path, 34), hidden)
+    gone = prune([tmp_path], "job", Rules(1), Nfs())
+    assert [path.name for path in gone] == ["tft_saved_checkpoints-step_35"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tft_saved_checkpoints-step_36"]
+
+
 def test_another_checkpoint_that_was_caught_by_the_rename_gets_its_name_back(tmp_path: Path) -> None:
     """Published by a later start between the look and the rename; its controller, or the machine, then ended."""
     caught = PERIODIC.again(generation=2, attempt=7).save(tmp_path, 35)
