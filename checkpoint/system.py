@@ -152,7 +152,12 @@ class Os:
             # not empty, and every directory with a final name has a manifest in it.
             if self.exists(target):
                 raise FileExistsError(errno.EEXIST, posix.strerror(errno.EEXIST), str(target)) from None
-            posix.rename(source, target)
+            try:
+                posix.rename(source, target)
+            except OSError as refused:
+                if refused.errno != errno.ENOTEMPTY:
+                    raise
+                raise FileExistsError(errno.EEXIST, posix.strerror(errno.EEXIST), str(target)) from None
 
     def replace(self, source: Path, target: Path) -> None:
         """Renames a file; one that has the name already is gone, and there is no moment without either."""
@@ -268,6 +273,7 @@ _REMEDIES = {
     errno.ENOENT: "check that the directory exists and is mounted",
     errno.ENOTDIR: "there is a file where a directory is needed: choose another path",
     errno.EEXIST: "something else uses this name: remove it or choose another directory",
+    errno.ENAMETOOLONG: "choose a shorter path",
     errno.EFBIG: "a limit on the size of files is met: raise `ulimit -f`",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.EREMOTEIO: "check the URL, the credentials and the network",
@@ -303,7 +309,10 @@ def pwrite_all(os: Os, fd: int, content: bytes | memoryview, offset: int = 0) ->
     """`Os.pwrite` until everything is written: a full disk takes a part, and refuses only the next one. OSError."""
     view, done = memoryview(content), 0
     while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+        count = os.pwrite(fd, view[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file system wrote nothing")
+        done += count
 
 
 @contextmanager

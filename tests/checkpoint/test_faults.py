@@ -217,6 +217,29 @@ def test_a_file_where_a_directory_is_needed_is_named(tmp_path: Path) -> None:
         NEWER.save(tmp_path / "file", 37)
 
 
+def test_a_path_that_is_too_long_is_told_as_such() -> None:
+    too_long = OSError(errno.ENAMETOOLONG, "File name too long")
+    with golden.raises(StorageError):
+        NEWER.save(ROOT, 37, InterposedOs(failing(too_long, "mkdir"), disk_with((OLDER, 36))))
+
+
+@pytest.mark.parametrize("nothing_from", [1, 2, 5], ids=["file", "part", "manifest"])
+def test_a_file_system_that_writes_nothing_is_an_error_and_no_endless_loop(nothing_from: int) -> None:
+    disk, writes = disk_with((OLDER, 36)), 0
+
+    class Nothing(InterposedOs):
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            nonlocal writes
+            writes += 1
+            assert writes < 20, "an endless loop"
+            return 0 if writes >= nothing_from else disk.pwrite(fd, data, offset)
+
+    error = error_of_a_save((NEWER, 37), Nothing(counting(), disk))
+    assert error is not None
+    assert error.errno == errno.EIO
+    check(ROOT, disk, older=(OLDER, 36), newer=(NEWER, 37), published=False)
+
+
 def test_unreadable_directories_are_storage_errors_and_not_nothing_found() -> None:
     for broken in ("listdir", "open_read", "preadv", "size"):
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os as posix
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,14 +15,14 @@ import safetensors
 import safetensors.torch
 import torch
 
-from lastwords.checkpoint import layout, load, publish, removal, starts
+from lastwords.checkpoint import layout, load, publish, removal, starts, system
 from lastwords.checkpoint.codec import INTEGER_MAX
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.entries import Cause, Reason
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, RankPart, UnitState, read_part, write_part
-from lastwords.checkpoint.system import REAL_OS
+from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
 from tests import golden
 from tests.checkpoint.simulated_disk import SimulatedOs
@@ -572,6 +574,30 @@ def test_the_same_step_of_another_job_is_kept_aside(tmp_path: Path) -> None:
         found = load.latest(tmp_path, job.name)
         assert found is not None
         assert content_of(found) == content_written(job, 37)
+
+
+def test_a_name_that_is_taken_a_moment_after_the_look_is_taken_on_nfs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel cannot rename without replacing, and says of a directory that it is not empty."""
+    other, final = Job(name="other", seed=3), layout.checkpoint_dir(tmp_path, 37)
+
+    def refuse(source: Path, target: Path, flags: int) -> None:
+        raise OSError(errno.EINVAL, posix.strerror(errno.EINVAL))
+
+    class Raced(Os):
+        raced = False
+
+        def exists(self, path: Path) -> bool:
+            found = super().exists(path)
+            if path == final and not self.raced:
+                self.raced = True
+                other.save(tmp_path, 37)
+            return found
+
+    monkeypatch.setattr(system, "_renameat2", refuse)
+    assert content_of(JOB.save(tmp_path, 37, Raced())) == content_written(JOB, 37)
+    assert content_of(tmp_path / f"{final.name}-replaced-1") == content_written(other, 37)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", layout.MANIFEST_NAME])
