@@ -418,21 +418,29 @@ class Unpublished:
 
 
 def find_unpublished(root: Path, os: Os = REAL_OS) -> list[Unpublished]:
-    """All of them in `root`, the newest step first. Raises StorageError."""
-    found = []
+    """All of them in `root`, the newest step first. Raises StorageError where that cannot be listed.
+
+    Of one that cannot be looked into (another user's), which is logged, no part is known.
+    """
     with storage_errors("listing", root):
-        for name in os.listdir(root) if os.is_directory(root) else ():
-            left = layout.TemporaryName.parse(name, layout.UNPUBLISHED)
-            if left is None:
-                continue
-            ranks = [
-                rank
-                for entry in os.listdir(root / name)
-                if (rank := layout.parse_rank_dir(entry)) is not None
-                and os.exists(root / name / entry / layout.PART_NAME)
-            ]
-            whole = os.exists(root / name / layout.MANIFEST_NAME)
-            found.append(Unpublished(root / name, left.global_step, left.job, tuple(sorted(ranks)), whole))
+        names = os.listdir(root) if os.is_directory(root) else []
+    found = []
+    for name in names:
+        left = layout.TemporaryName.parse(name, layout.UNPUBLISHED)
+        if left is None:
+            continue
+        ranks: list[int] = []
+        whole = False
+        try:
+            with storage_errors("looking into", root / name):
+                for entry in os.listdir(root / name):
+                    rank = layout.parse_rank_dir(entry)
+                    if rank is not None and os.exists(root / name / entry / layout.PART_NAME):
+                        ranks.append(rank)
+                whole = os.exists(root / name / layout.MANIFEST_NAME)
+        except StorageError as error:
+            logger.warning("%s", error)
+        found.append(Unpublished(root / name, left.global_step, left.job, tuple(sorted(ranks)), whole))
     return sorted(found, key=lambda one: (-one.global_step, one.path.name))
 
 

@@ -168,7 +168,7 @@ class _There:
             )
 
 
-def _asked(doing: str, path: RemotePath, os: Os, call: Callable[[], T]) -> T:
+def _asked(doing: str, path: Path, os: Os, call: Callable[[], T]) -> T:
     """What the store answers; it is asked again while it refuses what it may do in a moment. StorageError."""
 
     def once() -> T:
@@ -243,7 +243,7 @@ def _receive(source: RemotePath, target: Path, store: Store, on_bytes: OnBytes |
 
     make_directories(target.parent, os)
     try:
-        _asked("downloading", source, os, get)
+        _asked(f"downloading {source} to", target, os, get)  # the disk here may be what refuses
     except StorageError as error:
         if error.errno == errno.ENOENT:
             raise _removed(source) from error

@@ -421,6 +421,18 @@ def test_killed_while_it_comes_down_nothing_is_visible_and_nothing_is_left(
     assert [path.name for path in here.iterdir()] == [other.name]
 
 
+def test_a_disk_that_is_full_here_is_not_said_of_the_store(tmp_path: Path, saved: Path) -> None:
+    root = file_store(tmp_path / "store")
+    there, store = upload(saved, Store(root)), WatchedStore(root)
+
+    def on_get(_: RemotePath) -> None:
+        raise OSError(errno.ENOSPC, posix.strerror(errno.ENOSPC))
+
+    store.on_get = on_get
+    with golden.raises(StorageError):
+        download(there, tmp_path / "other", store)
+
+
 def test_damage_in_the_store_never_gets_a_name_here(tmp_path: Path, saved: Path) -> None:
     root = file_store(tmp_path / "store")
     there = upload(saved, Store(root))

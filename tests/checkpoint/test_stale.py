@@ -285,6 +285,22 @@ def test_finished_parts_of_a_controller_that_was_killed_are_kept(
     assert not directory.exists()
 
 
+def test_unpublished_files_of_another_user_hide_no_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    theirs = tmp_path / "unpublished-step_40-theirs-g1-i1-a1"
+    theirs.mkdir()
+    starts.keep(OTHER.write(tmp_path, 30), tmp_path / "unpublished-step_30-other-g1-i1-a1")
+
+    class Private(Os):
+        def listdir(self, path: Path) -> list[str]:
+            if path == theirs:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return super().listdir(path)
+
+    found = starts.find_unpublished(tmp_path, Private())
+    assert [(one.job, one.ranks) for one in found] == [("theirs", ()), ("other", (0, 1))]
+    golden.says(caplog.messages)
+
+
 def test_finished_parts_that_cannot_be_moved_stay(tmp_path: Path) -> None:
     directory = OTHER.write(tmp_path, 30)
     (tmp_path / "unpublished-step_30-other-g1-i1-a1").mkdir()
