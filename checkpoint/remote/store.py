@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from lastwords.checkpoint.layout import CheckpointName
-from lastwords.checkpoint.system import REAL_OS, Os, storage_error
+from lastwords.checkpoint.system import REAL_OS, Os, storage_error, sync_directory, sync_file
 from lastwords.errors import ConfigError, named
 
 # Where a checkpoint lies in a remote store.
@@ -135,7 +135,10 @@ class Store:
             return bytes(self._files.cat_file(str(path), start=begin, end=end))
 
     def put(self, source: Path, path: RemotePath, on_bytes: OnBytes | None = None) -> None:
-        """Uploads a file. `on_bytes` hears of each piece, on any thread; of some stores only once all is there."""
+        """Uploads a file. `on_bytes` hears of each piece, on any thread; of some stores only once all is there.
+
+        StorageError where the store is a directory here that cannot make the file durable.
+        """
         heard = 0
 
         def hear(count: int) -> None:
@@ -155,6 +158,15 @@ class Store:
                 self._files.put_file(str(source), str(path), **arguments)
             if on_bytes is not None and (more := posix.path.getsize(source) - heard) > 0:
                 on_bytes(more)
+        self._make_durable(path)
+
+    def _make_durable(self, path: RemotePath) -> None:
+        """What is uploaded is pruned elsewhere. An object store keeps what it has taken; a directory here may not."""
+        if self.root.parts[0] == "file:":
+            local = Path("/", *path.parts[1:])
+            sync_file(local, REAL_OS)
+            for directory in local.parents[:3]:  # of the rank, of the checkpoint, of the store
+                sync_directory(directory, REAL_OS)
 
     def get(self, path: RemotePath, target: Path, on_bytes: OnBytes | None = None) -> None:
         """Downloads a file; it is not durable yet."""

@@ -398,6 +398,25 @@ def test_a_copy_here_that_cannot_be_read_may_be_whole_and_stays(root: RemotePath
     assert content_of(here) == content_written(JOB, 37)
 
 
+def test_what_goes_to_a_directory_here_is_durable_before_its_manifest_is_there(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been uploaded is pruned elsewhere."""
+    synced: list[Path] = []
+    fsync = posix.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(Path(posix.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    monkeypatch.setattr(posix, "fsync", noted)
+    there = Path("/", *upload(saved, Store(file_store(tmp_path / "store"))).parts[1:])
+    manifest = there / layout.MANIFEST_NAME
+    before = synced[: synced.index(manifest)]
+    assert {*there.rglob("*")} - {manifest} <= {*before}, "files and directories of ranks"
+    assert {there, there.parent} <= {*synced[len(before) :]}
+
+
 @pytest.mark.parametrize("number", range(FILES))
 def test_killed_while_it_comes_down_nothing_is_visible_and_nothing_is_left(
     root: RemotePath, saved: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
