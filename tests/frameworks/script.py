@@ -9,6 +9,7 @@ checkpoints-{rank} has a digest of each file that the library's own checkpoints 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
+
+faulthandler.enable()  # of an abort as the interpreter ends, which came once with lastwords and once without
 
 DIRECTORY, DEATHS = Path(sys.argv[1]), sys.argv[2:]
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
