@@ -15,13 +15,14 @@ from typing import TypeVar
 import numpy as np
 
 from lastwords.checkpoint import layout
-from lastwords.checkpoint.direct_io import Bytes, as_bytes
+from lastwords.checkpoint.boxes import Shard, Slice, whole
+from lastwords.checkpoint.direct_io import Bytes
 from lastwords.checkpoint.entries import Entry, FileEntry, UnitEntry
 from lastwords.checkpoint.format import Header, TensorSpec
 from lastwords.checkpoint.lock_file import ReaderLock
 from lastwords.checkpoint.manifest import Claimed, Manifest, check_name, glance, read_published
 from lastwords.checkpoint.part import check_header, check_sizes
-from lastwords.checkpoint.slice_reader import FilePiece, StoredTensor, read_file
+from lastwords.checkpoint.slice_reader import SliceReader, StoredTensor, Target, read_file
 from lastwords.checkpoint.system import (
     NO_FILE,
     REAL_OS,
@@ -307,17 +308,6 @@ class Checkpoint:
                 opened = self._opened[file] = OpenedFile(self.manifest.with_chunks(entry), places)
             return opened
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
-        self.open_all()
-        owners: list[Entry] = [*self.manifest.units.values(), *self.manifest.locals.values()]
-        return sorted(spec.name for owner in owners for spec in owner.tensors)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Spec of a tensor, global shape and offsets included; IncompleteError if there is none of that name."""
-        return self._find(name)[0]
-
     def stored(self, name: str) -> tuple[StoredTensor, ...]:
         """Where a tensor lies, or its slices in their order; IncompleteError if there is none of that name."""
         return self._find(name)[1]
@@ -356,58 +346,23 @@ class Checkpoint:
             return self.manifest.units.get(parsed.unit)
         return self.manifest.locals.get(parsed.rank)
 
-    def read_tensors(
-        self,
-        names: Iterable[str],
-        into: Callable[[TensorSpec], memoryview],
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
+    def read_tensors(self, names: Iterable[str], into: Callable[[TensorSpec], memoryview]) -> None:
         """Reads tensors straight into memory that `into` names for each: writable, contiguous, of `spec.nbytes`.
 
-        `into` is called once for every tensor, on this thread, before anything is read. `progress(bytes)` is called
-        on this thread now and then with the bytes that were read so far. If a checksum is wrong, FormatError is raised
-        and the destinations hold rubbish: do not train on them.
+        `into` is called once for every tensor, on this thread, before anything is read. If a checksum is wrong,
+        FormatError is raised and the destinations hold rubbish: do not train on them.
         """
-        by_file: dict[Path, list[FilePiece]] = {}
-        entries: dict[Path, FileEntry] = {}
+        targets = []
         for name in dict.fromkeys(names):
-            spec, pieces = self._find(name)
-            target = memoryview(into(spec))
-            if target.nbytes != spec.nbytes or target.readonly:
-                raise ValueError(f"{name}: {target.nbytes} bytes of memory (readonly: {target.readonly}) for {spec}")
-            at = 0
-            for one in pieces if spec.nbytes else ():
-                assert one.entry is not None, "a manifest knows the checksums of all its files"
-                end = at + one.spec.nbytes
-                piece = FilePiece(one.begin, one.begin + one.spec.nbytes, as_bytes(target)[at:end].data)
-                by_file.setdefault(one.path, []).append(piece)
-                entries[one.path], at = one.entry, end
-        before = 0
-        for path in sorted(by_file):
-            parts = sorted(by_file[path], key=lambda piece: piece.begin)
-            before += read_file(path, entries[path], parts, self._os, _after(before, progress))
+            spec, _ = self._find(name)
+            box = whole(spec.shape)
+            targets.append(Target(box, into(spec), [Slice(Shard(name, box), box)] if spec.nbytes else ()))
+        with SliceReader(self, checked=True, os=self._os) as reader:
+            reader.read(targets)
 
-    def read_unit(self, unit: str) -> Tensors:
-        """All tensors of a unit. Its JSON is `manifest.units[unit].meta`."""
-        entry = self.manifest.units.get(unit)
-        if entry is None:
-            known = ", ".join(sorted(self.manifest.units))
-            raise IncompleteError(f"{self.path} has no unit {unit!r}; it has: {known}", missing=(f"unit {unit}",))
-        return self._read_fresh(entry.tensors)
-
-    def read_local(self, rank: int) -> Tensors:
-        """All tensors that belong to one rank alone. Their JSON is `manifest.locals[rank].meta`."""
-        entry = self.manifest.locals.get(rank)
-        if entry is None:
-            why = "; ".join(str(reason) for reason in self.manifest.reasons if rank in reason.ranks)
-            raise IncompleteError(
-                f"{self.path} has no local state of rank {rank} ({why or 'it was not saved'})",
-                missing=(f"local state of rank {rank}",),
-            )
-        return self._read_fresh(entry.tensors)
-
-    def _read_fresh(self, specs: Sequence[TensorSpec]) -> Tensors:
-        # One allocation for all: large ones get huge pages, and tensors in file order are read in long runs.
+    def read(self, owner: Entry) -> Tensors:
+        """All tensors of a unit or a local state, in one piece of new memory: in file order they are long runs."""
+        specs = owner.tensors
         starts = list(itertools.accumulate((-(-spec.nbytes // 64) * 64 for spec in specs), initial=0))
         memory = np.empty(starts[-1] + 64, np.uint8)
         first = -memory.ctypes.data % 64
@@ -469,7 +424,7 @@ def _errors(
         try:
             check_file(path, manifest, entry, os)
             if deep:
-                read_file(path / entry.path, manifest.with_chunks(entry), None, os, _after(before, progress))
+                read_file(path / entry.path, manifest.with_chunks(entry), os, _after(before, progress))
         except CheckpointError as error:
             yield entry.path, error
         before += entry.bytes

@@ -110,17 +110,16 @@ class KeptChunk:
     content: Bytes = field(default_factory=lambda: np.empty(CHUNK_BYTES, np.uint8))
 
 
-def read_file(path: Path, entry: FileEntry, parts: Sequence[FilePart] | None, os: Os, on_bytes: OnBytes | None) -> int:
-    """Reads all chunks of which a part wants something, or the whole file into nothing if None; every one is checked.
+def read_file(path: Path, entry: FileEntry, os: Os, on_bytes: OnBytes | None) -> None:
+    """Reads a whole file into nothing, to check every chunk: FormatError if a checksum is wrong.
 
-    Returns how many bytes were read; `on_bytes` hears of them so far, on the caller's thread. FormatError if a
-    checksum is wrong; the targets then hold rubbish.
+    `on_bytes` hears of the bytes so far, on the caller's thread.
     """
     fd = open_part_file(path, entry, os)
     try:
         with storage_errors("reading", path):
             os.advise_sequential(fd)
-        return read_parts(fd, path, entry, parts, checked=True, os=os, on_bytes=on_bytes).read
+        read_parts(fd, path, entry, None, checked=True, os=os, on_bytes=on_bytes)
     finally:
         close(fd, path, os)
 
@@ -136,8 +135,9 @@ def read_parts(
     on_bytes: OnBytes | None = None,
     kept: KeptChunk | None = None,
 ) -> Count:
-    """The same for a file that is open, and with what was counted.
+    """Reads all chunks of which a part wants something, or all of the file if None, and checks every one.
 
+    FormatError if a checksum is wrong; the targets then hold rubbish.
     checked=False: only what is wanted is read, and a chunk of which nearly all is wanted is read whole and checked.
     entry: None if no checksums are known; nothing is checked then. kept (checked=True only): the chunk in it is not
     read again, and the last one that is read goes into it.

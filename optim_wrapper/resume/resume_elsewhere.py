@@ -476,5 +476,5 @@ def regions_of(checkpoint: Checkpoint, rank: int) -> dict[str, RegionCopy]:
     prefix = f"local/{rank}/"
     return {
         name.removeprefix(prefix): RegionCopy(spec.dtype, spec.shape, data.data)
-        for name, (spec, data) in checkpoint.read_local(rank).items()
+        for name, (spec, data) in checkpoint.read(checkpoint.manifest.locals[rank]).items()
     }

@@ -265,7 +265,7 @@ def gathered(path: Path, os: Os = REAL_OS) -> dict[str, tuple[str, bytes]]:
     checkpoint = open_checkpoint(path, os)
     found: dict[str, tuple[str, Array, Array]] = {}
     for unit in checkpoint.manifest.units:
-        for name, (spec, data) in checkpoint.read_unit(unit).items():
+        for name, (spec, data) in checkpoint.read(checkpoint.manifest.units[unit]).items():
             plain = name.removeprefix(f"unit/{unit}/")
             if plain.startswith(("extra/", "optim/~")):
                 continue

@@ -164,9 +164,9 @@ def content_of(path: Path, os: Os = REAL_OS) -> dict[str, bytes]:
     tensors = {}
     with load.open_checkpoint(path, os) as checkpoint:
         for unit in checkpoint.manifest.units:
-            tensors |= checkpoint.read_unit(unit)
+            tensors |= checkpoint.read(checkpoint.manifest.units[unit])
         for rank in checkpoint.manifest.locals:
-            tensors |= checkpoint.read_local(rank)
+            tensors |= checkpoint.read(checkpoint.manifest.locals[rank])
     return {name: data.tobytes() for name, (_, data) in tensors.items()}
 
 

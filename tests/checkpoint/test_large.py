@@ -93,7 +93,7 @@ def test_a_rank_opens_what_it_reads(tmp_path: Path) -> None:
     os = Opened()
     checkpoint = load.open_checkpoint(path, os)
     assert {opened.name for opened in os.paths} == {"manifest.json"}
-    tensors = checkpoint.read_unit("u7")
+    tensors = checkpoint.read(checkpoint.manifest.units["u7"])
     assert [data.tobytes() for _, data in tensors.values()] == [bytes([7]) * 8] * 3
     assert {opened.parent.name for opened in os.paths[1:]} <= {"rank_7", path.name}
     assert checkpoint.manifest.holders_of("u11") == (11,)
@@ -241,9 +241,9 @@ def test_a_damaged_part_is_named_and_its_content_refused(tmp_path: Path, kind: s
     assert [problem.file for problem in problems] == ["rank_1/ttp_rank_1-4_7.ckpt"]
     assert str(part) in problems[0].text
     checkpoint = load.open_checkpoint(path)
-    assert checkpoint.read_unit("a")
+    assert checkpoint.read(checkpoint.manifest.units["a"])
     with pytest.raises(CheckpointError, match=str(part)):
-        checkpoint.read_unit("bb")
+        checkpoint.read(checkpoint.manifest.units["bb"])
     assert (load.latest(tmp_path) == path) == (kind == "flipped"), "sizes are looked at, bytes are not"
 
 
@@ -254,11 +254,12 @@ def test_a_missing_or_cut_file_is_no_complete_checkpoint(tmp_path: Path) -> None
         opened.truncate(100)
     assert load.latest(tmp_path) is None
     with pytest.raises(FormatError, match="truncated"):
-        load.open_checkpoint(path).read_local(1)
+        content_of(path)
     file.unlink()
     assert load.latest(tmp_path) is None
     with golden.raises(IncompleteError):
-        load.open_checkpoint(path).read_local(1)
+        opened = load.open_checkpoint(path)
+        opened.read(opened.manifest.locals[1])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,8 @@ def test_a_forged_manifest_of_version_2_is_refused(tmp_path: Path, key: str, val
     del content["checksum"]
     (path / "manifest.json").write_bytes(encode_document({**content, key: value}))
     with golden.raises(FormatError):
-        load.open_checkpoint(path).read_unit("a")
+        opened = load.open_checkpoint(path)
+        opened.read(opened.manifest.units["a"])
     golden.says(load.verify(path)[0].text)
 
 

@@ -8,7 +8,6 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from lastwords.checkpoint import direct_io, layout, load, publish
+from lastwords.checkpoint import direct_io, layout, load
 from lastwords.checkpoint.direct_io import CHUNK_BYTES
 from lastwords.checkpoint.document import encode_document
 from lastwords.checkpoint.format import TensorSpec
@@ -185,18 +184,17 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_endless_loop(sa
 
     checkpoint._os = Shrinking()
     with golden.raises(FormatError):
-        checkpoint.read_unit("a")
+        checkpoint.read(checkpoint.manifest.units["a"])
 
 
 def test_whoever_stops_a_long_read_is_heard_and_no_thread_goes_on(tmp_path: Path) -> None:
-    checkpoint = load.open_checkpoint(big_checkpoint(tmp_path))
-    memory = {name: bytearray(checkpoint.spec(name).nbytes) for name in checkpoint.names}
+    path = big_checkpoint(tmp_path)
 
     def stop(done: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.read_tensors(checkpoint.names, lambda spec: memoryview(memory[spec.name]), stop)
+        load.verify(path, progress=stop)
     assert not [thread for thread in threading.enumerate() if thread.name == "lastwords-read"]
 
 
@@ -209,7 +207,7 @@ def test_a_failing_disk_is_a_storage_error(saved: Path) -> None:
 
     checkpoint._os = Failing()
     with golden.raises(StorageError) as caught:
-        checkpoint.read_unit("a")
+        checkpoint.read(checkpoint.manifest.units["a"])
     assert caught.value.errno == errno.EIO
 
 
@@ -219,7 +217,7 @@ def test_damage_that_another_thread_finds_is_raised_in_the_caller_s(tmp_path: Pa
     for chunk in range(4):
         flip(file, chunk * CHUNK_BYTES + 5000)
         with pytest.raises(FormatError, match=f"bytes {chunk * CHUNK_BYTES} to"):
-            load.open_checkpoint(path).read_unit("u")
+            content_of(path)
         flip(file, chunk * CHUNK_BYTES + 5000)
     assert load.verify(path) == []
 
@@ -338,19 +336,16 @@ def expected(checkpoint: load.Checkpoint) -> dict[str, bytes]:
 
 def test_tensors_are_read_straight_into_the_caller_s_memory(tmp_path: Path) -> None:
     checkpoint = load.open_checkpoint(big_checkpoint(tmp_path))
-    memory = {name: bytearray(checkpoint.spec(name).nbytes) for name in checkpoint.names}
+    memory = {spec.name: bytearray(spec.nbytes) for spec in checkpoint.manifest.units["u"].tensors}
     asked: list[str] = []
-    progress: list[int] = []
 
     def into(spec: TensorSpec) -> memoryview:
         asked.append(spec.name)
         return memoryview(memory[spec.name])
 
-    checkpoint.read_tensors(checkpoint.names, into, progress.append)
+    checkpoint.read_tensors(memory, into)
     assert {name: bytes(data) for name, data in memory.items()} == expected(checkpoint)
-    assert asked == checkpoint.names
-    assert progress == sorted(progress)
-    assert progress[-1] >= sum(map(len, memory.values()))
+    assert asked == [*memory]
 
 
 def test_a_few_tensors_cost_only_the_chunks_they_lie_in(tmp_path: Path) -> None:
@@ -374,7 +369,7 @@ def test_a_few_tensors_cost_only_the_chunks_they_lie_in(tmp_path: Path) -> None:
 
 def test_more_tensors_in_a_chunk_than_one_system_call_takes(tmp_path: Path) -> None:
     checkpoint = load.open_checkpoint(big_checkpoint(tmp_path, small=3000))
-    found = checkpoint.read_unit("u")
+    found = checkpoint.read(checkpoint.manifest.units["u"])
     assert {name: data.tobytes() for name, (_, data) in found.items()} == expected(checkpoint)
     assert len(found) == 3005
 
@@ -394,40 +389,30 @@ def test_every_short_read_is_continued(tmp_path: Path) -> None:
             return super().preadv(fd, [views[0][:100_003]], offset)
 
     checkpoint = load.open_checkpoint(big_checkpoint(tmp_path), Short())
-    found = checkpoint.read_unit("u")
+    found = checkpoint.read(checkpoint.manifest.units["u"])
     assert {name: data.tobytes() for name, (_, data) in found.items()} == expected(checkpoint)
 
 
 def test_memory_that_does_not_fit_is_refused_before_anything_is_read(saved: Path) -> None:
     checkpoint = load.open_checkpoint(saved)
-    for memory in (memoryview(bytearray(1)), memoryview(bytes(36))):
-        with golden.raises(ValueError):
-            checkpoint.read_tensors(["unit/a/model/fc.weight"], lambda spec, memory=memory: memory)
+    with golden.raises(ValueError):
+        checkpoint.read_tensors(["unit/a/model/fc.weight"], lambda spec: memoryview(bytearray(1)))
 
 
 def test_what_is_not_there_is_named(saved: Path) -> None:
     checkpoint = load.open_checkpoint(saved)
-    for read, missing in (
-        (lambda: checkpoint.read_unit("zz"), "unit zz"),
-        (lambda: checkpoint.read_local(7), "local state of rank 7"),
-        (lambda: checkpoint.read_tensors(["x"], lambda spec: memoryview(bytearray(1))), "x"),
-        (lambda: checkpoint.spec("y"), "y"),
+    for read in (
+        lambda: checkpoint.read_tensors(["x"], lambda spec: memoryview(bytearray(1))),
+        lambda: checkpoint.stored("x"),
     ):
         with pytest.raises(IncompleteError) as caught:
             read()
-        assert caught.value.missing == (missing,)
-
-
-def test_a_lost_local_state_says_why_it_was_lost(tmp_path: Path) -> None:
-    directory = JOB.write(tmp_path, 37)
-    facts = replace(JOB.facts(37), world_size=3, lost_locals={2: "its host was lost"})
-    checkpoint = load.open_checkpoint(publish.publish(tmp_path, directory, facts))
-    with golden.raises(IncompleteError):
-        checkpoint.read_local(2)
+        assert caught.value.missing == ("x",)
 
 
 def test_fresh_tensors_are_aligned_for_every_type(saved: Path) -> None:
-    for _, data in load.open_checkpoint(saved).read_unit("a").values():
+    checkpoint = load.open_checkpoint(saved)
+    for _, data in checkpoint.read(checkpoint.manifest.units["a"]).values():
         assert data.ctypes.data % 64 == 0 or not data.size
 
 

@@ -360,7 +360,7 @@ def test_a_reader_without_a_lock_is_told_that_it_was_removed(tmp_path: Path) -> 
 
     def read(checkpoint: load.Checkpoint) -> None:
         prune([tmp_path], "job", Rules(1))
-        checkpoint.read_unit("a")
+        checkpoint.read(checkpoint.manifest.units["a"])
 
     with golden.raises(IncompleteError):
         read_checkpoint(path, read, WithoutLocks())
@@ -524,7 +524,7 @@ def test_what_is_read_through_read_checkpoint_is_held_and_given_back(tmp_path: P
 
     def read(checkpoint: load.Checkpoint) -> None:
         prune([tmp_path], "job", Rules(1))
-        checkpoint.read_unit("a")
+        checkpoint.read(checkpoint.manifest.units["a"])
         raise StorageError("the reader fails")
 
     with pytest.raises(StorageError) as failed:

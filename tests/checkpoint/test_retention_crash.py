@@ -176,7 +176,12 @@ def reader(step: int) -> Body:
         path = layout.checkpoint_dir(ROOT, step)
         try:
             with load.open_checkpoint(path, os) as opened:
-                tensors = opened.read_unit("a") | opened.read_unit("bb") | opened.read_local(0) | opened.read_local(1)
+                tensors = (
+                    opened.read(opened.manifest.units["a"])
+                    | opened.read(opened.manifest.units["bb"])
+                    | opened.read(opened.manifest.locals[0])
+                    | opened.read(opened.manifest.locals[1])
+                )
         except BusyError:
             return None
         except IncompleteError as error:

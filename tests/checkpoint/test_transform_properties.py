@@ -83,7 +83,7 @@ def test_whole_and_by_rank_it_is_what_a_naive_gather_says(seed: int, source: int
         assert (new.reasons, new.exact, new.locals.keys()) == (old.reasons, old.exact, old.locals.keys())
         for rank, entry in new.locals.items():
             assert entry.writer == rank % destination
-            one, other = (open_checkpoint(path).read_local(rank) for path in (saved, moved))
+            one, other = (found.read(found.manifest.locals[rank]) for found in map(open_checkpoint, (saved, moved)))
             assert {name: data.tobytes() for name, (_, data) in one.items()} == {
                 name: data.tobytes() for name, (_, data) in other.items()
             }
@@ -156,7 +156,7 @@ def _tensors(path: Path) -> dict[str, tuple[Any, bytes]]:
     return {
         name: (spec, data.tobytes())
         for unit in checkpoint.manifest.units
-        for name, (spec, data) in checkpoint.read_unit(unit).items()
+        for name, (spec, data) in checkpoint.read(checkpoint.manifest.units[unit]).items()
     }
 
 

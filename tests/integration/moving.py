@@ -40,7 +40,7 @@ def naive_gather(path: Path) -> dict[str, bytes]:
     checkpoint = open_checkpoint(path)
     whole: dict[str, np.ndarray[Any, Any]] = {}
     for unit in checkpoint.manifest.units:
-        for name, (spec, data) in checkpoint.read_unit(unit).items():
+        for name, (spec, data) in checkpoint.read(checkpoint.manifest.units[unit]).items():
             parsed = parse_tensor_name(name)
             assert isinstance(parsed, UnitTensorName)
             if parsed.kind == "extra" or parsed.fqn.startswith("~"):
