@@ -384,13 +384,12 @@ class IncidentFacts:
 
 
 def build_manifest(
-    incident: IncidentFacts, parts: Sequence[RankPart] | Sequence[PartHead], *, published_unix_ns: int
+    incident: IncidentFacts, heads: Sequence[PartHead], whole: Sequence[RankPart], *, published_unix_ns: int
 ) -> Manifest:
     """Manifest of verified parts. AssertionError if they contradict each other, since they were verified.
 
-    Of heads only, it leaves the tables in each part.json.
+    whole: the same parts, whose tables the manifest gathers; without them it leaves the tables in each part.json.
     """
-    heads = [PartHead.of(part) if isinstance(part, RankPart) else part for part in parts]
     units = {unit: entry for part in heads for unit, entry in part.units.items()}
     locals_ = {rank: entry for part in heads for rank, entry in part.locals.items()}
     lost: dict[str, list[int]] = {}
@@ -416,7 +415,6 @@ def build_manifest(
     )
     if epoch == layout.EPOCH_UNKNOWN:
         reasons += _unnamed(incident.global_step, locals_)
-    whole = [part for part in parts if isinstance(part, RankPart)]
     listed = _in_one_file(whole) if whole else _left_in_parts(heads, incident.global_step)
     manifest = Manifest(
         job=incident.job,

@@ -14,7 +14,7 @@ import xxhash
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.codec import Number, Positive, brief, typed
 from lastwords.checkpoint.cuts import plan_sum, split
-from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, DirectWriter, as_bytes
+from lastwords.checkpoint.direct_io import CHUNK_BYTES, Buffer, DirectWriter, FileSum, as_bytes
 from lastwords.checkpoint.document import (
     DOCUMENT_BYTES_MAX,
     damage,
@@ -70,8 +70,11 @@ from lastwords.vocabulary import Share
 # Checking one .ckpt file against what the manifest (or part.json) says of it.
 
 
-def open_part_file(path: Path, entry: FileEntry, os: Os) -> int:
-    """Descriptor of the file, whose size is right. IncompleteError if it is missing, FormatError if truncated."""
+def open_part_file(path: Path, entry: FileEntry | None, os: Os) -> int:
+    """Descriptor of the file, whose size is right. IncompleteError if it is missing, FormatError if truncated.
+
+    entry: None for a file of which no size is known.
+    """
     try:
         fd = os.open_read(path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -79,35 +82,37 @@ def open_part_file(path: Path, entry: FileEntry, os: Os) -> int:
     except OSError as error:
         raise storage_error("opening", path, error) from error
     try:
-        with storage_errors("reading", path):
-            size = os.size(fd)
-        _check_size(path, size, entry)
+        if entry is not None:
+            with storage_errors("reading", path):
+                size = os.size(fd)
+            _check_size(path, size, entry)
     except BaseException:
         close(fd, path, os)
         raise
     return fd
 
 
+def _files_of(entry: FileEntry) -> tuple[FileEntry, ...]:
+    """The file, and the part.json beside it where a manifest says how long that is."""
+    return (entry, replace(entry, path=entry.description, bytes=entry.part_bytes)) if entry.part_sum else (entry,)
+
+
 def check_present(directory: Path, entry: FileEntry, os: Os) -> None:
     """As `check_sizes`, by a look at the names alone: nothing is opened, so that thousands of files take no time."""
-    _check_present(directory / entry.path, entry, os)
-    if entry.part_sum:
-        _check_present(
-            directory / entry.description, replace(entry, path=entry.description, bytes=entry.part_bytes), os
-        )
+    for one in _files_of(entry):
+        path = directory / one.path
+        try:
+            size = os.size(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _missing(path, one) from error
+        except OSError as error:
+            raise storage_error("looking at", path, error) from error
+        _check_size(path, size, one)
 
 
-def _check_present(path: Path, entry: FileEntry, os: Os) -> None:
-    try:
-        size = os.size(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _missing(path, entry) from error
-    except OSError as error:
-        raise storage_error("looking at", path, error) from error
-    _check_size(path, size, entry)
-
-
-def _missing(path: Path, entry: FileEntry) -> IncompleteError:
+def _missing(path: Path, entry: FileEntry | None) -> IncompleteError:
+    if entry is None:
+        return IncompleteError(f"{path} is missing; restore it", missing=(str(path),))
     return IncompleteError(f"{path} is missing; restore it or use another checkpoint", missing=(entry.path,))
 
 
@@ -117,17 +122,10 @@ def _check_size(path: Path, size: int, entry: FileEntry) -> None:
         raise FormatError(damage(path, f"it is {kind}: {size} bytes where the manifest says {entry.bytes}"))
 
 
-def open_description(directory: Path, entry: FileEntry, os: Os) -> int:
-    """As `open_part_file`, the part.json beside a file whose entry says how long that is."""
-    described = replace(entry, path=entry.description, bytes=entry.part_bytes)
-    return open_part_file(directory / entry.description, described, os)
-
-
 def check_sizes(directory: Path, entry: FileEntry, os: Os) -> None:
     """IncompleteError or FormatError unless the file, and what describes it, are there and have the right sizes."""
-    close(open_part_file(directory / entry.path, entry, os), directory / entry.path, os)
-    if entry.part_sum:
-        close(open_description(directory, entry, os), directory / entry.path, os)
+    for one in _files_of(entry):
+        close(open_part_file(directory / one.path, one, os), directory / one.path, os)
 
 
 def read_exactly(fd: int, count: int, path: Path, os: Os) -> bytes:
@@ -144,14 +142,24 @@ def read_exactly(fd: int, count: int, path: Path, os: Os) -> bytes:
     return bytes(buffer)
 
 
-def read_header(
-    fd: int, directory: Path, entry: FileEntry, specs: Mapping[str, TensorSpec], *, rank: int, global_step: int, os: Os
+def check_header(
+    directory: Path,
+    entry: FileEntry,
+    specs: Mapping[str, TensorSpec],
+    *,
+    rank: int,
+    global_step: int,
+    os: Os = REAL_OS,
 ) -> Header:
-    """Header of an open file, checked against the file's size, the step, its checksum and the listed tensors."""
+    """Header of a file, checked against the file's size, the step, its checksum and the listed tensors."""
     path = directory / entry.path
     where = str(path)
-    length = header_length(read_exactly(fd, 8, path, os), file_bytes=entry.bytes, where=where)
-    raw = read_exactly(fd, length, path, os)
+    fd = open_part_file(path, entry, os)
+    try:
+        length = header_length(read_exactly(fd, 8, path, os), file_bytes=entry.bytes, where=where)
+        raw = read_exactly(fd, length, path, os)
+    finally:
+        close(fd, path, os)
     header = decode_header(raw, file_bytes=entry.bytes, where=where)
     # The step comes before the checksum: "of another step" says more than "damaged".
     _check_place(content_of(header, where), where, rank=rank, global_step=global_step)
@@ -167,12 +175,7 @@ def read_header(
 
 def read_lone_header(path: Path, os: Os = REAL_OS) -> Header:
     """Header of any safetensors file, checked against its size only: no manifest, step or checksum is known."""
-    try:
-        fd = os.open_read(path)
-    except FileNotFoundError as error:
-        raise IncompleteError(f"{path} is missing; restore it", missing=(str(path),)) from error
-    except OSError as error:
-        raise storage_error("opening", path, error) from error
+    fd = open_part_file(path, None, os)
     try:
         with storage_errors("reading", path):
             size = os.size(fd)
@@ -180,23 +183,6 @@ def read_lone_header(path: Path, os: Os = REAL_OS) -> Header:
         return decode_header(read_exactly(fd, length, path, os), file_bytes=size, where=str(path))
     finally:
         close(fd, path, os)
-
-
-def check_header(
-    directory: Path,
-    entry: FileEntry,
-    specs: Mapping[str, TensorSpec],
-    *,
-    rank: int,
-    global_step: int,
-    os: Os = REAL_OS,
-) -> Header:
-    """Opens the file and checks size and header; the data are not read."""
-    fd = open_part_file(directory / entry.path, entry, os)
-    try:
-        return read_header(fd, directory, entry, specs, rank=rank, global_step=global_step, os=os)
-    finally:
-        close(fd, directory / entry.path, os)
 
 
 def check_unchanged(directory: Path, entry: FileEntry, os: Os = REAL_OS) -> None:
@@ -350,6 +336,32 @@ def _owned(
         yield spec, source
 
 
+def write_tensors(
+    path: Path,
+    tensors: Sequence[tuple[TensorSpec, TensorSource]],
+    metadata: Mapping[str, str],
+    os: Os,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[bytes, FileSum]:
+    """Writes a new file of these tensors, durable on return (its name is the caller's); its header, and its checksums.
+
+    Raises StorageError, or ConfigError for what cannot be stored; then the file is left as it is.
+    """
+    ordered = [tensors[index] for index in file_order(spec for spec, _ in tensors)]
+    specs = [spec for spec, _ in ordered]
+    header = encode_header(specs, metadata)
+    size = len(header) + sum(spec.nbytes for spec in specs)
+    with DirectWriter(path, size, os=os, progress=progress) as writer:
+        writer.write(header, stable=True)
+        for spec, source in ordered:
+            data = as_bytes(source() if callable(source) else source)
+            if data.nbytes != spec.nbytes:
+                raise ConfigError(f"tensor {spec.name!r} has {data.nbytes} bytes, its spec says {spec.nbytes}")
+            # What a function makes may be a staging buffer that it uses again; a buffer is the tensor itself.
+            writer.write(data, stable=not callable(source))
+        return header, writer.finish()
+
+
 def write_part(
     directory: Path,
     rank: int,
@@ -373,7 +385,6 @@ def write_part(
     every = _check_names(units, locals)
     said = {unit: state.meta.to_json() for unit, state in units.items()}
     said_of_ranks = {owner: state.meta.to_json() for owner, state in locals.items()}
-    order = file_order(spec for spec, _ in every)
     content = FileContent(
         format=FILE_FORMAT,
         rank=rank,
@@ -384,7 +395,6 @@ def write_part(
         units={unit: pack(meta, f"units[{unit!r}]") for unit, meta in said.items()},
         local={str(owner): pack(meta, f"local[{owner}]") for owner, meta in said_of_ranks.items()},
     )
-    header = encode_header([every[index][0] for index in order], {METADATA_KEY: in_steps(json_of(content))})
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)
     # Their names become durable below (rank_dir's in `directory`) and with the publication (`directory`'s in its root).
@@ -393,18 +403,7 @@ def write_part(
     make_directory(rank_dir, os)
     file = directory / str(path)
     try:
-        with DirectWriter(
-            file, len(header) + sum(spec.nbytes for spec, _ in every), os=os, progress=progress
-        ) as writer:
-            writer.write(header, stable=True)
-            for index in order:
-                spec, source = every[index]
-                data = as_bytes(source() if callable(source) else source)
-                if data.nbytes != spec.nbytes:
-                    raise ConfigError(f"tensor {spec.name!r} has {data.nbytes} bytes, its spec says {spec.nbytes}")
-                # What a function makes may be a staging buffer that it uses again; a buffer is the tensor itself.
-                writer.write(data, stable=not callable(source))
-            total = writer.finish()
+        header, total = write_tensors(file, every, {METADATA_KEY: in_steps(json_of(content))}, os, progress)
         part = RankPart(
             rank=rank,
             global_step=global_step,
@@ -528,21 +527,13 @@ class LocalSummary:
 
 @dataclass(frozen=True, slots=True)
 class PartHead(Written):
-    """A part without its tables. part_bytes, part_sum: of part.json itself, 0 and "" if it was not read from there."""
+    """A part without its tables. part_bytes, part_sum: of part.json itself."""
 
     units: Mapping[str, UnitSummary]
     locals: Mapping[int, LocalSummary]
     facts: Mapping[str, Any]
-    part_bytes: int = 0
-    part_sum: str = ""
-
-    @staticmethod
-    def of(part: RankPart) -> PartHead:
-        """Head of a part that is in memory."""
-        units = {unit: typed(unit_summary(one), UnitSummary, unit) for unit, one in part.units.items()}
-        locals_ = {rank: typed(local_summary(one), LocalSummary, f"rank {rank}") for rank, one in part.locals.items()}
-        place = part.rank, part.global_step, part.epoch, part.step
-        return PartHead(*place, part.job, part.file, units, locals_, part.facts)
+    part_bytes: int
+    part_sum: str
 
     @staticmethod
     def decode(raw: bytes, where: Path) -> PartHead:
@@ -663,8 +654,8 @@ class PartTables:
 
     def _checked(self, rank: int) -> RankPart:
         heads, entry = self.heads, self.heads.files[rank]
-        path = self._directory / layout.rank_dir_name(rank) / layout.PART_NAME
-        fd = open_description(self._directory, entry, self._os)
+        path = self._directory / entry.description
+        fd = open_part_file(path, _files_of(entry)[1], self._os)
         try:
             raw = read_exactly(fd, entry.part_bytes, path, self._os)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from lastwords.checkpoint.entries import shares_problem
 from lastwords.checkpoint.manifest import Claimed, IncidentFacts, Manifest, build_manifest, read_manifest
 from lastwords.checkpoint.part import (
     PartHead,
-    RankPart,
     check_present,
     check_unchanged,
     read_part,
@@ -399,11 +398,10 @@ def _describe(
         head = _read_head_of(tmp_dir, rank, incident.global_step, os)
         check_unchanged(tmp_dir, head.file, os)
         heads.append(head)
-    parts: Sequence[RankPart] | Sequence[PartHead] = heads
-    if sum(head.part_bytes for head in heads) <= TABLES_BYTES_MAX:
-        parts = [read_part(tmp_dir / layout.rank_dir_name(head.rank), os) for head in heads]
+    gathers = sum(head.part_bytes for head in heads) <= TABLES_BYTES_MAX
+    whole = [read_part(tmp_dir / layout.rank_dir_name(head.rank), os) for head in heads if gathers]
     stamp = later_than_all(root, clock.wall_ns() if published_unix_ns is None else published_unix_ns, os)
-    manifest = build_manifest(incident, parts, published_unix_ns=stamp)
+    manifest = build_manifest(incident, heads, whole, published_unix_ns=stamp)
     write_document(tmp_dir / layout.MANIFEST_NAME, manifest.encode(), os)
     return manifest
 

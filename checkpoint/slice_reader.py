@@ -34,8 +34,8 @@ from lastwords.checkpoint.document import damage
 from lastwords.checkpoint.entries import FileEntry
 from lastwords.checkpoint.format import DTYPE_BITS, TensorSpec
 from lastwords.checkpoint.part import open_part_file
-from lastwords.checkpoint.system import REAL_OS, Os, close, storage_error, storage_errors
-from lastwords.errors import ConfigError, FormatError, IncompleteError, UnavailableError
+from lastwords.checkpoint.system import REAL_OS, Os, close, storage_errors
+from lastwords.errors import ConfigError, FormatError, UnavailableError
 
 # Reading a file chunk by chunk straight into the memory where the bytes belong, each chunk checked on the way.
 #
@@ -56,28 +56,16 @@ Runs = tuple[npt.NDArray[np.int64], int]
 """First bytes of runs, in order, and the length that all of them have."""
 
 
-class FilePart(Protocol):
-    """What one slice wants of a file. Positions are bytes from the file's start. Any thread may ask it."""
-
-    def chunks(self) -> Iterable[int]:
-        """Numbers of the chunks of which something is wanted."""
-
-    def runs(self, low: int, high: int) -> list[Runs]:
-        """What is to be read of [low, high) so that `copy` finds all that is wanted; runs do not overlap."""
-
-    def copy(self, low: int, content: Bytes) -> None:
-        """Copies what is wanted out of `content`, the file's bytes from `low` on."""
-
-
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Bytes [begin, end) of the file and where they go: the simplest part."""
+    """Bytes [begin, end) of the file and where they go: the simplest part. Any thread may ask it."""
 
     begin: int
     end: int
     target: memoryview
 
     def chunks(self) -> Iterable[int]:
+        """Numbers of the chunks of which something is wanted."""
         return range(self.begin // CHUNK_BYTES, -(-self.end // CHUNK_BYTES))
 
     def within(self, low: int, high: int) -> FilePiece:
@@ -86,10 +74,12 @@ class FilePiece:
         return FilePiece(begin, end, self.target[begin - self.begin : end - self.begin])
 
     def runs(self, low: int, high: int) -> list[Runs]:
+        """What is to be read of [low, high) so that `copy` finds all that is wanted; runs do not overlap."""
         inner = self.within(low, high)
         return [(np.array([inner.begin]), inner.end - inner.begin)]
 
     def copy(self, low: int, content: Bytes) -> None:
+        """Copies what is wanted out of `content`, the file's bytes from `low` on."""
         inner = self.within(low, low + len(content))
         inner.target[:] = content[inner.begin - low : inner.end - low].data
 
@@ -149,10 +139,7 @@ def read_parts(
     return _FileReading(fd, path, entry, plan, checked, os, kept).run(on_bytes)
 
 
-_Step = tuple[int, list[FilePart]]
-
-
-def _plan(entry: FileEntry | None, parts: Sequence[FilePart] | None) -> list[_Step]:
+def _plan(entry: FileEntry | None, parts: Sequence[FilePart] | None) -> list[tuple[int, list[FilePart]]]:
     """Chunks to read, each with the parts that want something of it."""
     if parts is None:
         assert entry is not None, "of a file without checksums there is nothing to be read into nothing"
@@ -172,7 +159,7 @@ class _FileReading:
         fd: int,
         path: Path,
         entry: FileEntry | None,
-        plan: list[_Step],
+        plan: list[tuple[int, list[FilePart]]],
         checked: bool,
         os: Os,
         kept: KeptChunk | None = None,
@@ -446,21 +433,12 @@ class SliceReader:
         while len(self._files) >= _FILES_MAX:
             oldest = next(iter(self._files))
             close(self._files.pop(oldest), oldest, self._os)
-        fd = _open_alone(path, self._os) if entry is None else open_part_file(path, entry, self._os)
+        fd = open_part_file(path, entry, self._os)
         self._files[path] = fd
         if self._checked and entry is not None:
             with storage_errors("reading", path):
                 self._os.advise_sequential(fd)
         return fd
-
-
-def _open_alone(path: Path, os: Os) -> int:
-    try:
-        return os.open_read(path)
-    except FileNotFoundError as error:
-        raise IncompleteError(f"{path} is missing; restore it", missing=(str(path),)) from error
-    except OSError as error:
-        raise storage_error("opening", path, error) from error
 
 
 def _part(stored: StoredTensor, piece: Slice, target: Target) -> FilePart | None:
@@ -519,6 +497,10 @@ class _Strided:
         for part in between(self.source, self.region, low - self.begin, low + len(content) - self.begin):
             first = self.begin + span(self.source, part)[0] - low
             self.target[_within(self.box, part)] = np.ndarray(part.sizes, np.uint8, content, first, strides)
+
+
+FilePart = FilePiece | _Strided
+"""What one slice wants of a file. Positions are bytes from the file's start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +18,9 @@ import numpy as np
 import torch
 
 from lastwords.checkpoint.appearing import making_directory, refuse_existing
-from lastwords.checkpoint.direct_io import DirectWriter
-from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec, encode_header, file_order
+from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.checkpoint.load import Checkpoint, read_checkpoint
-from lastwords.checkpoint.part import write_document
+from lastwords.checkpoint.part import write_document, write_tensors
 from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.system import REAL_OS, Os, sync_directory
 from lastwords.errors import ConfigError
@@ -29,7 +29,7 @@ from lastwords.optim_wrapper.tensors.tensor_bytes import code_of_dtype, dtype_na
 
 INDEX_NAME = "model.safetensors.index.json"
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are written, and how many there will be."""
+"""Called with the bytes that are read or written, and how many there will be."""
 
 SHARD_BYTES_MAX = 5 * 1000**3
 """5 GB, what transformers has used as max_shard_size for most of its life; larger files are slow to move about."""
@@ -91,26 +91,23 @@ def _export(
     shards = split([(name, spec.nbytes) for name, spec in specs.items()], shard_bytes_max)
     files = {f"model-{at:05}-of-{len(shards):05}.safetensors": names for at, names in enumerate(shards, 1)}
     done, total = 0, sum(spec.nbytes for spec in specs.values())
+
+    def read(name: str) -> memoryview:
+        nonlocal done
+        whole, memory = wholes[name], np.empty(wholes[name].nbytes, np.uint8)
+        reader.read([whole.target(whole.box, memory)])
+        done += specs[name].nbytes
+        if progress is not None:
+            progress(done, total)
+        return _as_type(memory, whole.dtype, TYPE_NAMES[specs[name].dtype])
+
     with (
         making_directory(out, os) as directory,
         SliceReader(checkpoint, checked=True, keep_edges=True, os=os) as reader,
     ):
         for file, names in files.items():
             metadata = {"format": "pt"} | {alias: name for alias, name in found.aliases.items() if name in names}
-            ordered = [names[index] for index in file_order(specs[name] for name in names)]
-            header = encode_header([specs[name] for name in ordered], metadata)
-            size = len(header) + sum(specs[name].nbytes for name in names)
-            with DirectWriter(directory / file, size, os=os) as stream:
-                stream.write(header)
-                for name in ordered:
-                    memory = np.empty(wholes[name].nbytes, np.uint8)
-                    whole = wholes[name]
-                    reader.read([whole.target(whole.box, memory)])
-                    stream.write(_as_type(memory, whole.dtype, TYPE_NAMES[specs[name].dtype]))
-                    done += specs[name].nbytes
-                    if progress is not None:
-                        progress(done, total)
-                stream.finish()
+            write_tensors(directory / file, [(specs[name], partial(read, name)) for name in names], metadata, os)
         write_document(directory / INDEX_NAME, index_of(files, specs), os)
         sync_directory(directory, os)
     return [*(out / file for file in files), out / INDEX_NAME]

@@ -10,7 +10,7 @@ from lastwords.checkpoint.appearing import making_directory, refuse_existing
 from lastwords.checkpoint.load import open_checkpoint
 from lastwords.checkpoint.part import content_of, read_lone_header
 from lastwords.checkpoint.reshard.rank_files import CheckpointSource, RankFiles
-from lastwords.checkpoint.reshard.rank_transform import SUFFIX, strategy_or_none, transform_rank
+from lastwords.checkpoint.reshard.rank_transform import SUFFIX, Source, strategy_or_none, transform_rank
 from lastwords.checkpoint.reshard.strategy import Strategy, strategy_of, text
 from lastwords.checkpoint.system import REAL_OS, Os, make_directory, storage_errors, sync_directory
 from lastwords.errors import ConfigError, IncompleteError, MismatchError, StrategyError
@@ -86,7 +86,7 @@ def transform_all(
 
 def _transform_to(
     out: Path,
-    source: CheckpointSource | RankFiles,
+    source: Source,
     wanted: Strategy | None,
     prefix: str,
     progress: Progress | None,

@@ -6,21 +6,18 @@ header, with the part of the whole that each tensor is, so that such a file is a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from lastwords.checkpoint.appearing import making_file, refuse_existing
-from lastwords.checkpoint.direct_io import DirectWriter, as_bytes
-from lastwords.checkpoint.format import METADATA_KEY, encode_header, file_order
-from lastwords.checkpoint.manifest import Manifest
+from lastwords.checkpoint.document import in_steps
+from lastwords.checkpoint.format import METADATA_KEY
 from lastwords.checkpoint.meta import FILE_FORMAT, FileContent, json_of
-from lastwords.checkpoint.reshard.rank_files import RankFiles
-from lastwords.checkpoint.reshard.saved_state import SavedState
+from lastwords.checkpoint.part import write_tensors
+from lastwords.checkpoint.reshard.rank_files import CheckpointSource, RankFiles
 from lastwords.checkpoint.reshard.strategy import Strategy, load_sound_strategy, text
 from lastwords.checkpoint.reshard.transform_plan import Streamed, meta_of, of_rank, planned, whole_strategy
-from lastwords.checkpoint.slice_reader import SliceReader, StoredFiles
+from lastwords.checkpoint.slice_reader import SliceReader
 from lastwords.checkpoint.storable import pack
 from lastwords.checkpoint.system import REAL_OS, Os
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NotARankError, NotTextError
@@ -30,21 +27,8 @@ SUFFIX = ".ckpt"
 Progress = Callable[[int], None]
 
 
-class Source(StoredFiles, Protocol):
-    """Where a transformation reads from. checked: of every file checksums are known; else only where they are."""
-
-    @property
-    def checked(self) -> bool: ...
-
-    @property
-    def moment(self) -> Manifest | FileContent:
-        """What says of which step it is."""
-
-    def saved_for(self, wanted: Strategy | None, rank: int) -> SavedState:
-        """What destination rank `rank` needs, found and checked; nothing of the tensors is read."""
-
-    def check_unchanged(self) -> None:
-        """ReplacedError if the source is not what it was when it was opened."""
+Source = CheckpointSource | RankFiles
+"""Where a transformation reads from."""
 
 
 def transform_checkpoint_by_rank(
@@ -153,17 +137,8 @@ def _write_rank(
     with SliceReader(source, checked=True, unknown_too=not source.checked, keep_edges=True, os=os) as reader:
         streamed = Streamed(reader, source, [plans])
         with making_file(target, os) as hidden:
-            [own] = streamed.tensors
-            tensors = [own[index] for index in file_order(spec for spec, _ in own)]
-            header = encode_header(
-                [spec for spec, _ in tensors], {METADATA_KEY: json.dumps(json_of(content), separators=(",", ":"))}
-            )
-            size = len(header) + streamed.nbytes
-            with DirectWriter(hidden, size, os=os, progress=progress) as writer:
-                writer.write(header, stable=True)
-                for _, read in tensors:
-                    writer.write(as_bytes(read()))
-                writer.finish()
+            [tensors] = streamed.tensors
+            write_tensors(hidden, tensors, {METADATA_KEY: in_steps(json_of(content))}, os, progress)
             source.check_unchanged()
 
 

@@ -227,8 +227,9 @@ def test_manifest_written_after_the_rename_is_caught() -> None:
         directory = NEWER.write(root, 37, os)
         final = layout.checkpoint_dir(root, 37)
         os.rename(directory, final)
+        heads = [publish.read_part_head(final / f"rank_{rank}", os) for rank in (0, 1)]
         parts = [publish.read_part(final / f"rank_{rank}", os) for rank in (0, 1)]
-        manifest = publish.build_manifest(NEWER.facts(37), parts, published_unix_ns=1)
+        manifest = publish.build_manifest(NEWER.facts(37), heads, parts, published_unix_ns=1)
         publish.write_document(final / layout.MANIFEST_NAME, manifest.encode(), os)
 
     assert "incomplete" in first_broken(lambda: disk_with(CASES["the next step"][0]), save)

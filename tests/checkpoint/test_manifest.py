@@ -28,7 +28,7 @@ from lastwords.checkpoint.manifest import (
     read_manifest,
     read_published,
 )
-from lastwords.checkpoint.part import RankPart, read_part
+from lastwords.checkpoint.part import RankPart, read_part, read_part_head
 from lastwords.checkpoint.system import REAL_OS
 from lastwords.errors import FormatError, IncompleteError
 from lastwords.vocabulary import RANKS_MAX
@@ -435,10 +435,11 @@ def test_very_many_ranks_without_local_state_are_one_reason_that_is_made_once(
         made.append(Reason(*arguments, **named))
         return made[-1]
 
-    parts = [read_part(path, REAL_OS) for path in sorted(Job().write(tmp_path, 37).iterdir())]
+    directories = sorted(Job().write(tmp_path, 37).iterdir())
+    heads, parts = ([read(path, REAL_OS) for path in directories] for read in (read_part_head, read_part))
     monkeypatch.setattr("lastwords.checkpoint.manifest.Reason", reason)
     incident = replace(Job().facts(37), world_size=5000, lost_locals={9: "it died"})
-    built = build_manifest(incident, parts, published_unix_ns=1)
+    built = build_manifest(incident, heads, parts, published_unix_ns=1)
     assert [(one.detail, one.ranks) for one in built.reasons] == [
         ("it was not written", (*range(2, 9), *range(10, 5000))),
         ("it died", (9,)),
