@@ -434,12 +434,6 @@ class ControllerCore(JobState):
         self._hang.on_status(member, report)
         self._stragglers.on_status(member, report)
 
-    def _on_loop_begin(self, member: Member, report: LoopBegin) -> None:
-        self._loop.on_begin(report)
-
-    def _on_left(self, member: Member, report: Left) -> None:
-        self._stray(self._loop.on_left(report))
-
     def _on_settled(self, member: Member, report: Settled) -> None:
         if 0 < report.incident <= self._incident_resumed:
             self._context.send(report.rank, Resume(self._members.generation, report.incident))
@@ -654,7 +648,7 @@ class ControllerCore(JobState):
 
 
 _HANDLERS: Final[dict[type, Callable[..., None]]] = {
-    LoopBegin: ControllerCore._on_loop_begin,
+    LoopBegin: lambda core, member, report: core._loop.on_begin(report),
     Status: ControllerCore._on_status,
     Stack: lambda core, member, report: core._hang.on_stack(member.rank),
     Settled: ControllerCore._on_settled,
@@ -664,7 +658,7 @@ _HANDLERS: Final[dict[type, Callable[..., None]]] = {
     SaveWanted: lambda core, member, report: core._periodic.want(report.after_step),
     Raised: ControllerCore._on_raised,
     Signalled: ControllerCore._on_signalled,
-    Left: ControllerCore._on_left,
+    Left: lambda core, member, report: core._stray(core._loop.on_left(report)),
     PeerDied: ControllerCore._on_peer_died,
     Goodbye: ControllerCore._on_goodbye,
 }

@@ -544,18 +544,6 @@ class ControllerShell:
                 case events.Reply(order=order):
                     assert session is not None, "only a report can be replied to"
                     session.push(rank, order)
-                case events.StartVerify():
-                    self._storage.verify(effect)
-                case events.StartPublish():
-                    self._storage.publish(effect)
-                case events.Discard():
-                    self._storage.discard(effect)
-                case events.KeepParts():
-                    self._storage.keep(effect)
-                case events.LookForNewest():
-                    self._storage.look_for_newest(effect)
-                case events.Prune():
-                    self._storage.prune(effect)
                 case events.Remember():
                     if self._state_file is not None:
                         self._state_file.write(effect)
@@ -563,6 +551,8 @@ class ControllerShell:
                     _log.log(level, "%s", " | ".join(text.splitlines()))
                 case events.EndController(reason=reason):
                     self.stop(reason)
+                case _:
+                    self._storage.carry_out(effect)
 
     def _rearm(self) -> None:
         deadline_s = None if self._stop_reason is not None else self._core.deadline_s

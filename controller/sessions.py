@@ -12,14 +12,17 @@ import functools
 import hmac
 import logging
 import resource
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from lastwords import codec
 from lastwords._pb import lastwords_pb2 as pb
 from lastwords.errors import ProtocolError
 from lastwords.transport import grpc
-from lastwords.vocabulary import Order, Report
+from lastwords.vocabulary import Order
+
+if TYPE_CHECKING:
+    from lastwords.controller.server import ControllerShell
 
 _log = logging.getLogger(__name__)
 
@@ -61,22 +64,6 @@ def connections_max(world_size: int) -> int:
             world_size,
         )
     return room
-
-
-class SessionOwner(Protocol):
-    """Who is told about sessions; called in the loop's thread."""
-
-    def on_reports(self, session: PeerSession, reports: Sequence[Report]) -> None:
-        """Reports came in over a session."""
-        ...
-
-    def on_closed(self, session: PeerSession) -> None:
-        """A session is over, for whatever reason; nothing can be sent over it any more."""
-        ...
-
-    def state(self, *, with_ranks: bool) -> bytes:
-        """Answer to a State call."""
-        ...
 
 
 class PeerSession:
@@ -150,9 +137,12 @@ class PeerSession:
 
 
 class SessionService:
-    """Serves `lastwords.v1.Controller` for one job; every call must carry the job's token."""
+    """Serves `lastwords.v1.Controller` for one job; every call must carry the job's token.
 
-    def __init__(self, token: str, job: str, owner: SessionOwner) -> None:
+    owner: is told in the loop's thread of reports, and of a session that is over, for whatever reason.
+    """
+
+    def __init__(self, token: str, job: str, owner: ControllerShell) -> None:
         self._token = token.encode()
         self._job = job
         self._owner = owner

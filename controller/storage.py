@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lastwords import clock, threads
@@ -155,38 +156,29 @@ class StorageJobs:
         """Claim what this controller is going to write, and remove what dead ones have left; gives nothing."""
         self._submit("tidying", self._clear_up)
 
-    def look_for_newest(self, effect: events.LookForNewest) -> None:
-        """Find the newest complete checkpoint; gives NewestKnown, or nothing where that fails."""
-        self._submit("newest", lambda: self._look_for_newest(effect))
-
     def release(self) -> None:
         """Nothing is going to be written any more."""
         self._submit("tidying", self._release)
 
-    def verify(self, effect: events.StartVerify) -> None:
-        """Look at every part; gives StorageProgress now and then, then Verified, VerifyFailed or VerifyBlocked."""
-        self._submit(f"target {effect.target}", lambda: self._verify(effect))
+    def carry_out(self, effect: _Attempt | events.LookForNewest | events.Prune) -> None:
+        """Do what the core wants of files. Beside the answers, StorageProgress comes now and then.
 
-    def publish(self, effect: events.StartPublish) -> None:
-        """Write the manifest and rename; gives StorageProgress now and then, then Published or PublishFailed."""
-        self._submit(f"target {effect.target}", lambda: self._publish(effect))
-
-    def discard(self, effect: events.Discard) -> None:
-        """Remove what an attempt has written; gives nothing."""
-        self._submit(f"target {effect.target}", lambda: self._discard(self._tmp_dir(effect)))
-
-    def keep(self, effect: events.KeepParts) -> None:
-        """Put what an attempt has finished out of the way of later starts; gives nothing, the log says where it is."""
-        self._submit(f"target {effect.target}", lambda: self._keep(effect))
-
-    def prune(self, effect: events.Prune) -> None:
-        """Remove checkpoints that the schedule does not keep; gives nothing, the log says which.
-
-        One order waits at most: what it finds is what is there when its turn comes.
+        One order to prune waits at most: what it finds is what is there when its turn comes.
         """
-        if not self._prune_waits:
-            self._prune_waits = True
-            self._submit(PRUNING, lambda: self._prune(effect))
+        match effect:
+            case events.StartVerify(target=target):
+                self._submit(f"target {target}", partial(self._verify, effect))
+            case events.StartPublish(target=target):
+                self._submit(f"target {target}", partial(self._publish, effect))
+            case events.Discard(target=target):
+                self._submit(f"target {target}", partial(self._discard, self._tmp_dir(effect)))
+            case events.KeepParts(target=target):
+                self._submit(f"target {target}", partial(self._keep, effect))
+            case events.LookForNewest():
+                self._submit("newest", partial(self._look_for_newest, effect))
+            case events.Prune() if not self._prune_waits:
+                self._prune_waits = True
+                self._submit(PRUNING, partial(self._prune, effect))
 
     def record(self, path: Path, line: str) -> None:
         """Append an incident's line to a file, for people, and then `tell` of it; a failure is only logged."""

@@ -53,7 +53,7 @@ def saves(root: Path) -> list[str]:
     job.write(root, STEP)
     jobs = storage(root, job.name, job.generation)
     parts = (PartPlan(0, 1, ("a",), (0,)), PartPlan(1, 1, ("bb",), (1,)))
-    jobs.publish(StartPublish(1, 1, STEP, 0, parts, "rank 1 died", (1,), (1,), ()))
+    jobs.carry_out(StartPublish(1, 1, STEP, 0, parts, "rank 1 died", (1,), (1,), ()))
     assert jobs.wait_idle(20.0)
     shutil.rmtree(layout.checkpoint_dir(root, STEP))
     return names(root)

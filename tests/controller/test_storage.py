@@ -87,9 +87,9 @@ def publish_order(parts: tuple[events.PartPlan, ...], attempt: int = 1, target: 
 
 def test_sound_parts_are_verified_and_published(answers: Answers) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert answers.next() == events.Verified(1, 1)
-    answers.jobs.publish(publish_order(ALONE))
+    answers.jobs.carry_out(publish_order(ALONE))
     final = layout.checkpoint_dir(answers.root, STEP)
     assert answers.next() == events.Published(1, 1, str(final))
     assert verify(final) == []
@@ -101,9 +101,9 @@ def test_sound_parts_are_verified_and_published(answers: Answers) -> None:
 def test_work_that_takes_long_says_that_it_comes_further(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PROGRESS_INTERVAL_S", 0.0)
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert [answers.next(), answers.next()] == [events.StorageProgress(1, 1), events.Verified(1, 1)]
-    answers.jobs.publish(publish_order(ALONE))
+    answers.jobs.carry_out(publish_order(ALONE))
     assert answers.next() == events.StorageProgress(1, 1)
 
 
@@ -112,9 +112,9 @@ def test_a_part_that_an_earlier_attempt_finished_is_gathered(answers: Answers) -
     answers.write(2, 2, ("v",), (2,))
     parts = (events.PartPlan(0, 1, ("u",), (0, 1)), events.PartPlan(2, 2, ("v",), (2,)))
     for _ in range(2):  # asked twice, as after a lost answer: what has been moved is found where it is
-        answers.jobs.verify(events.StartVerify(1, 2, STEP, 0, parts))
+        answers.jobs.carry_out(events.StartVerify(1, 2, STEP, 0, parts))
         assert answers.next() == events.Verified(1, 2)
-    answers.jobs.publish(publish_order(parts, attempt=2))
+    answers.jobs.carry_out(publish_order(parts, attempt=2))
     assert isinstance(answers.next(), events.Published)
     assert verify(layout.checkpoint_dir(answers.root, STEP)) == []
     answers.settle()
@@ -122,7 +122,7 @@ def test_a_part_that_an_earlier_attempt_finished_is_gathered(answers: Answers) -
 
 def test_parts_of_earlier_attempts_alone_need_no_directory_of_this_one(answers: Answers) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.verify(events.StartVerify(1, 3, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 3, STEP, 0, ALONE))
     assert answers.next() == events.Verified(1, 3)
     answers.settle()
 
@@ -130,7 +130,7 @@ def test_parts_of_earlier_attempts_alone_need_no_directory_of_this_one(answers: 
 def test_a_missing_part_is_a_problem_of_its_writer(answers: Answers) -> None:
     answers.write(0, 1, ("u",), (0, 1))
     parts = (events.PartPlan(0, 1, ("u",), (0, 1)), events.PartPlan(2, 1, ("v",), (2,)))
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, parts))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, parts))
     answer = answers.next()
     assert isinstance(answer, events.VerifyFailed)
     assert [rank for rank, _ in answer.problems] == [2]
@@ -138,13 +138,13 @@ def test_a_missing_part_is_a_problem_of_its_writer(answers: Answers) -> None:
 
 
 def test_a_directory_that_is_not_there_is_a_problem_and_no_exception(answers: Answers) -> None:
-    answers.jobs.verify(events.StartVerify(1, 9, STEP, 1, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 9, STEP, 1, ALONE))
     assert isinstance(answers.next(), events.VerifyFailed)
-    answers.jobs.publish(publish_order(ALONE, attempt=9))
+    answers.jobs.carry_out(publish_order(ALONE, attempt=9))
     failed = answers.next()
     assert isinstance(failed, events.PublishFailed)
     assert failed.reason
-    answers.jobs.discard(events.Discard(1, 9, STEP, 0))
+    answers.jobs.carry_out(events.Discard(1, 9, STEP, 0))
     answers.settle()
 
 
@@ -154,13 +154,13 @@ def test_a_mistake_in_the_code_is_answered_too(answers: Answers, monkeypatch: py
 
     monkeypatch.setattr(storage.publish, "verify_parts", fail)
     monkeypatch.setattr(storage.publish, "publish", fail)
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert answers.next() == events.VerifyBlocked(1, 1, "ZeroDivisionError: a mistake")
-    answers.jobs.publish(publish_order(ALONE))
+    answers.jobs.carry_out(publish_order(ALONE))
     assert isinstance(answers.next(), events.PublishFailed)
     monkeypatch.undo()
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert answers.next() == events.Verified(1, 1)
     answers.settle()
 
@@ -180,16 +180,16 @@ def test_a_verification_that_could_not_look_says_so_and_works_the_next_time(
     parts = (events.PartPlan(0, 1, ("u",), (0, 1)), events.PartPlan(2, 2, ("v",), (2,)))
     with monkeypatch.context() as patch:
         patch.setattr(system.Os, call, fail)
-        answers.jobs.verify(events.StartVerify(1, 2, STEP, 0, parts))
+        answers.jobs.carry_out(events.StartVerify(1, 2, STEP, 0, parts))
         assert isinstance(answers.next(), events.VerifyBlocked)
-    answers.jobs.verify(events.StartVerify(1, 2, STEP, 0, parts))
+    answers.jobs.carry_out(events.StartVerify(1, 2, STEP, 0, parts))
     assert answers.next() == events.Verified(1, 2)
     answers.settle()
 
 
 def test_what_is_kept_survives_the_next_start_of_the_job(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.KeepParts(1, 1, STEP, 0))
     answers.settle()
     kept = answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1"
     assert str(kept) in caplog.text
@@ -201,8 +201,8 @@ def test_what_is_kept_survives_the_next_start_of_the_job(answers: Answers, caplo
 def test_what_is_not_finished_is_not_kept(answers: Answers) -> None:
     (answers.tmp_dir(1) / "rank_0").mkdir(parents=True)
     (answers.tmp_dir(1) / "rank_0" / "ttp_rank_0-1_7.ckpt").write_bytes(b"half of it")
-    answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
-    answers.jobs.keep(events.KeepParts(1, 2, STEP, 0))
+    answers.jobs.carry_out(events.KeepParts(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.KeepParts(1, 2, STEP, 0))
     answers.settle()
     assert not list(answers.root.glob("unpublished-*"))
     assert not answers.tmp_dir(1).exists()
@@ -222,7 +222,7 @@ def test_a_directory_that_cannot_be_renamed_at_once_is_kept_all_the_same(
     monkeypatch.setattr(storage, "KEEP_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(system.Os, "rename", fail)
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.KeepParts(1, 1, STEP, 0))
     answers.settle()
     assert (answers.root / f"unpublished-step_{STEP}-digits-g2-i1-a1").exists()
 
@@ -230,7 +230,7 @@ def test_a_directory_that_cannot_be_renamed_at_once_is_kept_all_the_same(
 def test_local_state_that_is_lost_makes_the_manifest_say_so(answers: Answers) -> None:
     parts = (events.PartPlan(0, 1, ("u",), (0, 1)),)
     answers.write(0, 1, ("u",), (0, 1))
-    answers.jobs.publish(publish_order(parts, lost=(2,)))
+    answers.jobs.carry_out(publish_order(parts, lost=(2,)))
     assert isinstance(answers.next(), events.Published)
     manifest = open_checkpoint(layout.checkpoint_dir(answers.root, STEP)).manifest
     assert not manifest.exact
@@ -239,7 +239,7 @@ def test_local_state_that_is_lost_makes_the_manifest_say_so(answers: Answers) ->
 
 def test_the_fallback_directory_is_target_1(answers: Answers) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
-    answers.jobs.publish(publish_order(ALONE, target=1))
+    answers.jobs.carry_out(publish_order(ALONE, target=1))
     final = layout.checkpoint_dir(answers.root / "fallback", STEP)
     assert answers.next() == events.Published(1, 1, str(final))
 
@@ -247,7 +247,7 @@ def test_the_fallback_directory_is_target_1(answers: Answers) -> None:
 def test_discard_removes_one_attempt_only(answers: Answers) -> None:
     answers.write(0, 1, ("u",), (0,))
     answers.write(0, 2, ("u",), (0,))
-    answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.Discard(1, 1, STEP, 0))
     answers.settle()
     assert not answers.tmp_dir(1).exists()
     assert answers.tmp_dir(2).exists()
@@ -264,9 +264,9 @@ def test_what_could_not_be_removed_is_tried_once_more_at_the_end(
     with monkeypatch.context() as patch:
         patch.setattr(system.Os, "rmdir", fail)
         if order == "discard":
-            answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+            answers.jobs.carry_out(events.Discard(1, 1, STEP, 0))
         else:
-            answers.jobs.keep(events.KeepParts(1, 1, STEP, 0))
+            answers.jobs.carry_out(events.KeepParts(1, 1, STEP, 0))
         answers.settle()
         assert answers.tmp_dir(1).exists()
     answers.jobs.release()
@@ -276,7 +276,7 @@ def test_what_could_not_be_removed_is_tried_once_more_at_the_end(
 
 def test_what_a_late_writer_makes_again_is_removed_at_the_end(answers: Answers) -> None:
     answers.write(0, 1, ("u",), ())
-    answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.Discard(1, 1, STEP, 0))
     answers.settle()
     answers.write(0, 1, ("u",), ())
     answers.jobs.release()
@@ -289,9 +289,9 @@ def test_a_hanging_directory_does_not_hold_up_the_other_one(
 ) -> None:
     stuck: queue.Queue[None] = queue.Queue()
     monkeypatch.setattr(storage.starts, "discard_own", lambda path: stuck.get())
-    answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.Discard(1, 1, STEP, 0))
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 1, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 1, ALONE))
     assert answers.next() == events.Verified(1, 1)
     assert answers.jobs.busy
     assert not answers.jobs.wait_idle(0.01)
@@ -360,11 +360,11 @@ def test_what_was_lost_after_it_was_verified_is_not_published(
     for attempt in (1, 2):
         alone = (events.PartPlan(0, attempt, ("u",), (0, 1, 2)),)
         answers.write(0, attempt, ("u",), (0, 1, 2))
-        answers.jobs.verify(events.StartVerify(1, attempt, STEP, 0, alone))
+        answers.jobs.carry_out(events.StartVerify(1, attempt, STEP, 0, alone))
         assert answers.next() == events.Verified(1, attempt)
         if attempt == 2:
             lose(answers.tmp_dir(2) / "rank_0")
-        answers.jobs.publish(publish_order(alone, attempt=attempt))
+        answers.jobs.carry_out(publish_order(alone, attempt=attempt))
         answer = answers.next()
         if attempt == 1:
             assert answer == events.Published(1, 1, str(final))
@@ -379,7 +379,7 @@ def test_a_file_that_is_lost_before_publication_is_tried_again_is_not_published(
     answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert answers.next() == events.Verified(1, 1)
 
     def no_rename(*_: object) -> None:
@@ -387,10 +387,10 @@ def test_a_file_that_is_lost_before_publication_is_tried_again_is_not_published(
 
     with monkeypatch.context() as broken:
         broken.setattr(system.Os, "rename", no_rename)
-        answers.jobs.publish(publish_order(ALONE))
+        answers.jobs.carry_out(publish_order(ALONE))
         assert isinstance(answers.next(), events.PublishFailed)
     _file_of(answers.tmp_dir(1) / "rank_0").unlink()
-    answers.jobs.publish(publish_order(ALONE))
+    answers.jobs.carry_out(publish_order(ALONE))
     answer = answers.next()
     assert isinstance(answer, events.PublishFailed)
     golden.says(answer.reason)
@@ -399,22 +399,22 @@ def test_a_file_that_is_lost_before_publication_is_tried_again_is_not_published(
 
 def test_what_a_late_writer_made_again_is_published_as_it_is(answers: Answers) -> None:
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.verify(events.StartVerify(1, 1, STEP, 0, ALONE))
+    answers.jobs.carry_out(events.StartVerify(1, 1, STEP, 0, ALONE))
     assert answers.next() == events.Verified(1, 1)
     shutil.rmtree(answers.tmp_dir(1) / "rank_0")
     answers.write(0, 1, ("u",), (0, 1, 2))
-    answers.jobs.publish(publish_order(ALONE))
+    answers.jobs.carry_out(publish_order(ALONE))
     assert isinstance(answers.next(), events.Published)
     assert verify(layout.checkpoint_dir(answers.root, STEP)) == []
 
 
 def test_the_newest_checkpoint_is_looked_for_in_both_directories(answers: Answers) -> None:
-    answers.jobs.look_for_newest(LOOK)
+    answers.jobs.carry_out(LOOK)
     assert answers.next() == events.NewestKnown(2, 0, "")
     answers.write(0, 1, ("u",), (0, 1, 2), target=1)
-    answers.jobs.publish(publish_order(ALONE, target=1))
+    answers.jobs.carry_out(publish_order(ALONE, target=1))
     assert isinstance(answers.next(), events.Published)
-    answers.jobs.look_for_newest(LOOK)
+    answers.jobs.carry_out(LOOK)
     path = layout.checkpoint_dir(answers.root / "fallback", STEP)
     assert answers.next() == events.NewestKnown(2, STEP, str(path))
 
@@ -424,7 +424,7 @@ def test_the_newest_is_that_of_the_highest_step_whatever_the_clocks_say(answers:
     for root, step, stamp in ((answers.root, 500, 9000), (answers.root / "fallback", 900, 5000)):
         directory = job.write(root, step)
         publish.publish(root, directory, job.facts(step), published_unix_ns=stamp)
-    answers.jobs.look_for_newest(LOOK)
+    answers.jobs.carry_out(LOOK)
     path = layout.checkpoint_dir(answers.root / "fallback", 900)
     assert answers.next() == events.NewestKnown(2, 900, str(path))
 
@@ -438,7 +438,7 @@ def test_the_newest_is_that_of_the_job_or_else_of_one_that_it_has_resumed_from(t
         return publish.publish(answers.root, other.write(answers.root, step), other.facts(step))
 
     def found() -> events.Event:
-        answers.jobs.look_for_newest(LOOK)
+        answers.jobs.carry_out(LOOK)
         return answers.next()
 
     path = put("stranger", 500)
@@ -455,7 +455,7 @@ def test_the_newest_is_that_of_the_job_or_else_of_one_that_it_has_resumed_from(t
 def test_a_search_that_fails_gives_nothing_and_says_so(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     (answers.root / "fallback").write_text("no directory")
-    answers.jobs.look_for_newest(LOOK)
+    answers.jobs.carry_out(LOOK)
     assert answers.jobs.wait_idle(WAIT_S)
     golden.says(caplog.messages)
 
@@ -507,7 +507,7 @@ def test_attempts_that_were_discarded_do_not_add_up(answers: Answers, monkeypatc
     monkeypatch.setattr(storage, "DISCARDED_MAX", 3)
     attempts = [events.Discard(0, attempt, 40, 0) for attempt in range(1, 6)]
     for effect in attempts:
-        answers.jobs.discard(effect)
+        answers.jobs.carry_out(effect)
     answers.settle()
     assert len(answers.jobs._discarded) == 3
     again = [answers.jobs._tmp_dir(effect) for effect in attempts[2:]]
@@ -527,16 +527,16 @@ PERIODIC = Job(name="digits", generation=2, incident=0)
 def test_a_newest_one_that_is_damaged_removes_no_sound_one(answers: Answers, caplog: pytest.LogCaptureFixture) -> None:
     filled(answers.root, range(31, 34), PERIODIC)
     flipped(answers.root, 33)
-    answers.jobs.prune(KEEP_1)
+    answers.jobs.carry_out(KEEP_1)
     answers.settle()
     assert (steps_in(answers.root), sound_in(answers.root)) == ([32, 33], [32])
     golden.says(caplog.messages)
     caplog.clear()
-    answers.jobs.prune(KEEP_1)
+    answers.jobs.carry_out(KEEP_1)
     answers.settle()
     assert caplog.messages == []  # read once, and said once
     filled(answers.root, range(34, 35), PERIODIC.again(attempt=9))
-    answers.jobs.prune(KEEP_1)
+    answers.jobs.carry_out(KEEP_1)
     answers.settle()
     assert steps_in(answers.root) == [33, 34]
 
@@ -547,12 +547,12 @@ def test_reading_is_given_up_when_something_else_needs_the_disk(
     caplog.set_level("INFO")
     has_time = False
     answers = Answers(filled(tmp_path, range(31, 34), PERIODIC), lambda: has_time)
-    answers.jobs.prune(KEEP_1)
+    answers.jobs.carry_out(KEEP_1)
     answers.settle()
     assert steps_in(tmp_path) == [31, 32, 33]
     golden.says(caplog.messages)
     has_time = True
-    answers.jobs.prune(KEEP_1)
+    answers.jobs.carry_out(KEEP_1)
     answers.settle()
     assert steps_in(tmp_path) == [33]
 
@@ -572,17 +572,17 @@ def test_nobody_waits_for_what_is_read_before_others_are_removed(
         return go_on.wait(WAIT_S)
 
     answers = Answers(filled(tmp_path, range(31, 34), PERIODIC), waits)
-    answers.jobs.prune(KEEP_1)
+    answers.jobs.carry_out(KEEP_1)
     assert reading.wait(WAIT_S)
     answers.jobs.clear_up()
-    answers.jobs.look_for_newest(LOOK)
+    answers.jobs.carry_out(LOOK)
     assert answers.next() == events.NewestKnown(2, 33, str(layout.checkpoint_dir(tmp_path, 33)))
     answers.jobs.release()
     assert not answers.jobs.wait_idle(0.2)
     until(lambda: not answers.jobs.busy)  # it may be ended
     filled(tmp_path, range(34, 35), PERIODIC.again(attempt=9))
     for _ in range(3):
-        answers.jobs.prune(KEEP_1)
+        answers.jobs.carry_out(KEEP_1)
     go_on.set()
     answers.settle()
     assert steps_in(tmp_path) == [34]
