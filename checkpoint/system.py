@@ -13,7 +13,6 @@ import fcntl
 import logging
 import mmap
 import os as posix
-import platform
 import secrets
 import stat
 import threading
@@ -31,7 +30,6 @@ BLOCK_BYTES = 4096
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_SYS_RENAMEAT2 = {"x86_64": 316, "aarch64": 276, "riscv64": 276, "ppc64le": 357, "s390x": 347}
 UNSUPPORTED = frozenset((errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY))
 """What file systems and kernels answer to a call that they do not have."""
 
@@ -44,16 +42,8 @@ def _raise_errno(path: Path | None = None) -> None:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> None:
-    """Linux renameat2(2); OSError(ENOSYS) where neither libc nor this table knows it."""
-    old, new = posix.fsencode(source), posix.fsencode(target)
-    if hasattr(_libc, "renameat2"):
-        failed = _libc.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, flags)
-    else:
-        number = _SYS_RENAMEAT2.get(platform.machine())
-        if number is None:
-            raise OSError(errno.ENOSYS, posix.strerror(errno.ENOSYS))
-        failed = _libc.syscall(number, _AT_FDCWD, old, _AT_FDCWD, new, flags)
-    if failed:
+    """Linux renameat2(2), which every libc has that torch runs on (glibc since 2.28)."""
+    if _libc.renameat2(_AT_FDCWD, posix.fsencode(source), _AT_FDCWD, posix.fsencode(target), flags):
         _raise_errno(source)
 
 
