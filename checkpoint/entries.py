@@ -206,13 +206,18 @@ def ranges(numbers: Iterable[int]) -> str:
     >>> ranges([5, 0, 1, 2, 3]), ranges([7]), ranges([1, 2])
     ('0-3, 5', '7', '1-2')
     """
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs_of(numbers))
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """The first and the last of each run of numbers, sorted."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return runs
 
 
 # What the types of `meta` cannot say: trees of values, and tensors that are named and have to be in the file.

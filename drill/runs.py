@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lastwords.checkpoint.appearing import read_end
 from lastwords.clock import mono_s
 from lastwords.drill.phases import RankLife, lives_in
 from lastwords.errors import StorageError
@@ -44,9 +45,7 @@ class RunOutcome:
     def last_lines(self) -> str:
         """Of its output."""
         with contextlib.suppress(OSError):
-            with (self.folder / "output.log").open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
+            lines = read_end(self.folder / "output.log", OUTPUT_BYTES).decode(errors="replace").splitlines()
             own = next((number for number, line in enumerate(lines) if line.startswith(OF_TORCH)), len(lines))
             lines = [*lines[max(0, own - LAST_LINES) : own], *(lines[-1:] if own < len(lines) else ())]
             return "\n".join(f"    {line}" for line in lines)

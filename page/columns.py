@@ -9,6 +9,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
+from lastwords.checkpoint.entries import runs_of
 from lastwords.page.incidents import Incidents
 from lastwords.state import ControllerState, RankState
 from lastwords.vocabulary import Phase
@@ -201,12 +202,7 @@ def spans(ranks: Sequence[int], count_max: int = 8) -> str:
     >>> spans([3]), spans([0, 1, 2, 7, 9, 10])
     ('3', '0 to 2, 7, 9 to 10')
     """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    runs = runs_of(ranks)
     words = [str(first) if first == last else f"{first} to {last}" for first, last in runs[:count_max]]
     more = sum(last - first + 1 for first, last in runs[count_max:])
     return ", ".join(words + [f"and {more} more"] * (more > 0))
