@@ -100,10 +100,6 @@ class ExtrasMeta:
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     step_on_resume: Sequence[str]
 
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the file."""
-        return json_of(self)
-
     @property
     def reasons(self) -> list[str]:
         """Why some of them, or parts of them, are not stored."""
@@ -119,7 +115,7 @@ class InlineExtras:
 
     def to_json(self) -> dict[str, Any]:
         """What stands in the black box, once it is packed."""
-        return {"tree": self.tree.to_json(), "tensors": {name: [*one] for name, one in self.tensors.items()}}
+        return {"tree": json_of(self.tree), "tensors": {name: [*one] for name, one in self.tensors.items()}}
 
     @staticmethod
     def read(packed: Any, path: str) -> InlineExtras:
@@ -313,10 +309,6 @@ class LocalMeta:
     def epoch_document(self) -> StepDocument:
         """The same of the epoch's start. FormatError for what is not as it should be."""
         return typed(self.epoch_start or {}, StepDocument, "meta.epoch_start")
-
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the file."""
-        return json_of(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -557,7 +549,3 @@ class RunFacts:
     def read(facts: Mapping[str, Any]) -> RunFacts:
         """FormatError for what is not as it should be."""
         return typed(facts, RunFacts, "facts")
-
-    def to_json(self) -> dict[str, Any]:
-        """What stands in the file."""
-        return json_of(self)

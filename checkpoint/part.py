@@ -384,7 +384,7 @@ def write_part(
     """
     every = _check_names(units, locals)
     said = {unit: state.meta.to_json() for unit, state in units.items()}
-    said_of_ranks = {owner: state.meta.to_json() for owner, state in locals.items()}
+    said_of_ranks = {owner: json_of(state.meta) for owner, state in locals.items()}
     content = FileContent(
         format=FILE_FORMAT,
         rank=rank,

@@ -42,6 +42,7 @@ from lastwords.checkpoint.document import compact, told
 from lastwords.checkpoint.entries import LocalEntry, UnitEntry, entries, in_order
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import PartPath
+from lastwords.checkpoint.meta import json_of
 from lastwords.checkpoint.part import LocalState, TensorSource, UnitState
 from lastwords.errors import FormatError, IncompleteError, LastWordsError, UnavailableError
 from lastwords.liveness import paths
@@ -493,7 +494,7 @@ class _Descriptions:
         own = None
         if local is not None:
             specs = tuple(spec for spec, _ in local.tensors)
-            own = LocalEntry(0, _NO_FILE, specs, local.meta.to_json(), local.exact, local.reasons)
+            own = LocalEntry(0, _NO_FILE, specs, json_of(local.meta), local.exact, local.reasons)
         raw = f"[{', '.join((*lasting, compact(rest), compact(own)))}]".encode()
         at = _up(PAGE_BYTES + len(raw))
         for spec, _ in _tensors(states, local):

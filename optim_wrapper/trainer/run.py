@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lastwords.checkpoint.entries import Reason, as_reason, first_of
-from lastwords.checkpoint.meta import RunFacts
+from lastwords.checkpoint.meta import RunFacts, json_of
 from lastwords.errors import ConfigError, UnavailableError, some
 from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
@@ -534,4 +534,4 @@ class ProtectedRun(Run):
         buckets = self.buckets.record(step) if self.recorder.units.pure else None
         beside, forgotten = self.recorder.attributes.beside() or None, self.recorder.ledger.forgotten or None
         now = replace(self.facts, **settings())  # the loop may have set others, which a new process has not
-        return replace(now, data=data, buckets=buckets, forgotten=forgotten, beside=beside).to_json()
+        return json_of(replace(now, data=data, buckets=buckets, forgotten=forgotten, beside=beside))

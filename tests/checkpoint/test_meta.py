@@ -90,7 +90,7 @@ def test_keys_of_a_later_version_are_left_out() -> None:
         ({"holders": []}, "f: meta.holders: expected `array` of length >= 1"),
         ({"holders": [0, -1]}, "f: meta.holders[1]: expected `int` >= 0"),
         ({"holders": [True]}, "f: meta.holders[0]: expected `int`, got `bool`"),
-        ({"extras": {**EXTRAS.to_json(), "left_out": {"one": [], "the other": [1]}}},
+        ({"extras": {**json_of(EXTRAS), "left_out": {"one": [], "the other": [1]}}},
          "f: meta.extras.left_out['the other'][0]: expected `str`, got `int`"),
         ({"optimizer_own": [["w", None]]}, "f: meta.optimizer_own[0]: expected `array` of length 3, got 2"),
     ],
@@ -124,10 +124,10 @@ def test_the_first_wrong_one_of_many_is_found(bad: int) -> None:
 def test_a_local_state_keeps_the_words_of_the_black_box_and_says_what_they_mean() -> None:
     slot = {"epoch": 2, "step": 7, "needs_epoch_start": True, "extras": [4, {"ema": "a"}], "of_later": {"x": 1}}
     meta = LocalMeta(kind="committed", slot=slot)
-    again = LocalMeta.read(meta.to_json())
+    again = LocalMeta.read(json_of(meta))
     assert again.slot == slot
     assert again.document == StepDocument(2, 7, needs_epoch_start=True, extras=(4, {"ema": "a"}))
-    assert "epoch_start" not in meta.to_json()
+    assert "epoch_start" not in json_of(meta)
     for wrong, path in (({"epoch": "2"}, "epoch"), ({"alike": {"all": [1, 2, 3]}}, r"alike\.all\[0\]")):
         with pytest.raises(FormatError, match=rf"meta\.slot\.{path}: expected"):
             assert replace(meta, slot={**slot, **wrong}).document
@@ -138,7 +138,7 @@ def test_habits_come_back_and_those_of_an_older_file_are_not_known() -> None:
     habits = Habits(
         after_copy={"rng/torch": when}, after_update={"parameter 'w'": when}, updates=3, early_reasons=["e"]
     )
-    said = json.loads(json.dumps(LocalMeta(habits=habits).to_json()))
+    said = json.loads(json.dumps(json_of(LocalMeta(habits=habits))))
     assert LocalMeta.read(said).habits == habits
     assert LocalMeta.read({"kind": "committed", "slot": {}}).habits == Habits()
     for table in ("after_copy", "after_update"):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, json_of
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.state.extras import Extras, ExtrasSnapshot, pack_inline, restore_inline
@@ -72,7 +72,7 @@ def through_storage(extras: Extras, snapshot: ExtrasSnapshot) -> tuple[Any, Call
             tensor.view(-1).view(torch.uint8).copy_(torch.tensor(list(stored[name]), dtype=torch.uint8))
         return tensor
 
-    return typed(unpack(json.loads(json.dumps(pack(tree.to_json())))), ExtrasMeta, "extras"), read
+    return typed(unpack(json.loads(json.dumps(pack(json_of(tree))))), ExtrasMeta, "extras"), read
 
 
 def quiet_steps(scheduler: Any, count: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lastwords
-from lastwords.checkpoint.meta import COMMITTED, NO_STATE, Habits, LocalMeta
+from lastwords.checkpoint.meta import COMMITTED, NO_STATE, Habits, LocalMeta, json_of
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
 from lastwords.optim_wrapper.launch.world import World, next_prefix
@@ -64,7 +64,7 @@ class Job:
 
     def habits(self, step: int) -> Habits:
         """What stands in the file."""
-        meta = LocalMeta.read(self.source.local_states([0], step)[0].meta.to_json())
+        meta = LocalMeta.read(json_of(self.source.local_states([0], step)[0].meta))
         return meta.habits
 
     def cut_off(self) -> list[str]:

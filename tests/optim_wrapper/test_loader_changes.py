@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
-from lastwords.checkpoint.meta import LoopFacts, RunFacts
+from lastwords.checkpoint.meta import LoopFacts, RunFacts, json_of
 from lastwords.optim_wrapper.loop import loader_changes
 from lastwords.optim_wrapper.loop.loader_changes import Onward, onward
 from lastwords.optim_wrapper.loop.steps import Steps
@@ -39,7 +39,7 @@ def data_of(steps: Steps | None) -> LoopFacts:
     """What a checkpoint says of the loop, read back."""
     assert steps is not None
     facts = steps.facts(1)
-    read = RunFacts.read(json.loads(json.dumps(RunFacts(data=facts).to_json()))).data
+    read = RunFacts.read(json.loads(json.dumps(json_of(RunFacts(data=facts))))).data
     assert read == facts
     return facts
 

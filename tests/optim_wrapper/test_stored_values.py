@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lastwords.checkpoint.codec import typed
-from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, UnitMeta
+from lastwords.checkpoint.meta import ExtrasMeta, InlineExtras, UnitMeta, json_of
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import DEPTH_MAX, pack, unpack
 from lastwords.errors import FormatError, MismatchError, UnstorableError
@@ -146,7 +146,7 @@ def through_text(value: Any) -> Any:
 
 
 def read_again(document: ExtrasMeta) -> ExtrasMeta:
-    return typed(through_text(document.to_json()), ExtrasMeta, "extras")
+    return typed(through_text(json_of(document)), ExtrasMeta, "extras")
 
 
 def content(state: UnitState) -> dict[str, bytes]:
