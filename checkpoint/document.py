@@ -16,9 +16,10 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
-from lastwords.checkpoint.codec import brief
+from lastwords.checkpoint.codec import brief, from_json
 from lastwords.checkpoint.system import Os, read_whole
 from lastwords.errors import FormatError
 
@@ -160,25 +161,18 @@ def decode_document(
     return content
 
 
-def items_of(raw: bytes, key: str) -> Iterator[tuple[str, str, Any]]:
-    """Key, text and content of each item of a top-level object, of which one at a time is in memory.
+def items_of(raw: bytes, key: str) -> dict[str, msgspec.Raw]:
+    """The items of a top-level object by their names, none of them decoded.
 
     For a document whose checksum has been found right. FormatError, inside `told`, for what is no such object.
     """
-    line = lines_of(raw, (key,)).decode("ascii")
-    decoder = json.JSONDecoder()
-    at = line.find("{", 1) + 1
     try:
-        while at and line[at] != "}":
-            name, at = decoder.raw_decode(line, at)
-            begin = at + line.startswith(":", at)
-            value, at = decoder.raw_decode(line, begin)
-            yield str(name), line[begin:at], value
-            at += line.startswith(",", at)
-    except (ValueError, IndexError, RecursionError) as error:
+        found = from_json(lines_of(raw, (key,)), dict[str, dict[str, msgspec.Raw]])
+    except FormatError as error:
         raise FormatError(f"{key} cannot be read ({error})") from error
-    if not at:
-        raise FormatError(f"{key} is missing or is not an object")
+    if key not in found:
+        raise FormatError(f"{key} is missing")
+    return found[key]
 
 
 def read_document(path: Path, os: Os) -> bytes:

@@ -31,7 +31,7 @@ from lastwords.checkpoint.boxes import (
     uncovered,
     whole,
 )
-from lastwords.checkpoint.codec import Number, typed
+from lastwords.checkpoint.codec import Number, from_json, typed
 from lastwords.checkpoint.document import DOCUMENT_BYTES_MAX, decode_document, encode_document, items_of, told
 from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.layout import UnitTensorName, parse_tensor_name
@@ -176,13 +176,14 @@ class Strategy:
             content = decode_document(
                 raw, where=where, version_max=STRATEGY_FORMAT, remedy=REMEDY, only=("world_size",)
             )
-            alike: dict[str, Cut] = {}
+            alike: dict[bytes, Cut] = {}
             tensors: dict[str, Cut] = {}
             with told(where, REMEDY):
                 world_size = typed(content["world_size"], WorldSize, "world_size")
-                for name, said, value in items_of(raw, "tensors"):
+                for name, item in items_of(raw, "tensors").items():
+                    said = bytes(item)
                     if said not in alike:
-                        alike[said] = _cut(f"tensors[{name!r}]", value)
+                        alike[said] = _cut(f"tensors[{name!r}]", from_json(said, object))
                     tensors[name] = alike[said]
             return Strategy(world_size, tensors)
         except FormatError as error:
