@@ -451,10 +451,12 @@ def _part(stored: StoredTensor, piece: Slice, target: Target) -> FilePart | None
         if found is None:
             return None
         wanted = found
+    memory, nbytes = as_bytes(target.memory), target.box.elements * size
+    if memory.size != nbytes:
+        raise ValueError(f"{memory.size} bytes of memory for {target.box} of {stored.spec.name}, {nbytes} bytes")
+    if there == wanted == target.box:  # all of it, as of each tensor of a resume where nothing has moved
+        return FilePiece(stored.begin, stored.begin + nbytes, memory.data)
     source, box, region = (_in_bytes(one, size) for one in (there, target.box, wanted))
-    memory = as_bytes(target.memory)
-    if memory.size != box.elements:
-        raise ValueError(f"{memory.size} bytes of memory for {target.box} of {stored.spec.name}, {box.elements} bytes")
     if is_run(source, region) and is_run(box, region):
         low, high = (stored.begin + at for at in span(source, region))
         to_low, to_high = span(box, region)
