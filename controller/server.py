@@ -14,9 +14,8 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from lastwords import clock, codec, threads
@@ -25,7 +24,7 @@ from lastwords.controller import events, handover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import Effect, Event, JobStage
 from lastwords.controller.handover import ControllerSpec, RunFile, StateFile
-from lastwords.controller.membership import CERTAIN
+from lastwords.controller.membership import CERTAIN, Membership
 from lastwords.controller.sessions import PeerSession, SessionService, connections_max
 from lastwords.controller.storage import StorageJobs
 from lastwords.controller.timeline import Telling, Timeline, recorded_exit, sentence
@@ -35,61 +34,37 @@ from lastwords.liveness import leftovers, paths, process_id
 from lastwords.liveness.watch import HostWatch
 from lastwords.state import ControllerState, RankState
 from lastwords.transport import Keepalive, grpc, host_port, server_options, start_of
-from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, ProcessId, Report, SaveProgress, Stand, Status
+from lastwords.vocabulary import DeathSource, Goodbye, Hello, PeerDied, ProcessId, Report, SaveProgress
 
-# Which session each rank's orders go to, and what people are told about a rank. The core keeps books of its own.
-
-
-@dataclass(slots=True)
-class _SeenSession:
-    process: ProcessId
-    stand: Stand
-    heard_mono_s: float
-    units: tuple[str, ...]
-    dead: bool = False
-    explained: bool = False
-    status: Status | None = None
+# Which session each rank's orders go to, and what people are told about a rank.
 
 
 class SessionRoster:
-    """Ranks that were accepted, and the sessions that they are bound to. The loop's thread only."""
+    """The sessions that accepted ranks are bound to, and when each rank was heard of last. The loop's thread only."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self) -> None:
         self._session_of: dict[int, PeerSession] = {}
-        self._seen: dict[int, _SeenSession] = {}
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no rank has ever been accepted."""
-        return not self._seen
+        self._heard_mono_s: dict[int, float] = {}
 
     @property
     def connected(self) -> Collection[int]:
         """Ranks with an open session."""
         return self._session_of.keys()
 
-    @property
-    def live(self) -> int:
-        """How many ranks have an open session and are not known to be dead."""
-        return sum(1 for rank in self._session_of if not self._seen[rank].dead)
-
     def session_of(self, rank: int) -> PeerSession | None:
         """Session that orders for `rank` go to."""
         return self._session_of.get(rank)
 
-    def bind(self, session: PeerSession, hello: Hello, now_s: float) -> None:
+    def bind(self, session: PeerSession, rank: int, now_s: float) -> None:
         """A Hello was accepted: orders for its rank go here from now on; a session left without ranks is ended."""
-        before = self._session_of.get(hello.rank)
+        before = self._session_of.get(rank)
         if before is not None and before is not session:
-            before.ranks.discard(hello.rank)
+            before.ranks.discard(rank)
             if not before.ranks:
                 before.cancel()
-        session.ranks.add(hello.rank)
-        self._session_of[hello.rank] = session
-        known = self._seen.get(hello.rank)
-        dead = known is not None and known.dead and known.process == hello.process  # its last words may come late
-        self._seen[hello.rank] = _SeenSession(hello.process, hello.stand, now_s, hello.units, dead)
+        session.ranks.add(rank)
+        self._session_of[rank] = session
+        self.hear(rank, now_s)
 
     def unbind(self, session: PeerSession) -> list[int]:
         """A session is over; returns the ranks that have none now, sorted."""
@@ -98,49 +73,31 @@ class SessionRoster:
             del self._session_of[rank]
         return gone
 
-    def hear(self, report: Report, now_s: float) -> None:
+    def hear(self, rank: int, now_s: float) -> None:
         """A report of an accepted rank."""
-        seen = self._seen[report.rank]
-        seen.heard_mono_s = now_s
-        stand: Stand | None = getattr(report, "stand", None)
-        if stand is not None:
-            seen.stand = stand
-        if isinstance(report, Status):
-            seen.status = report
+        self._heard_mono_s[rank] = now_s
 
-    def bury(self, rank: int) -> bool:
-        """The process of this rank has died; False if that is known already, or nobody of that rank ever came."""
-        seen = self._seen.get(rank)
-        if seen is None or seen.dead:
-            return False
-        seen.dead = True
-        return True
+    def heard_s(self, rank: int, now_s: float) -> float:
+        """Seconds since the last report, -1.0 if there was none."""
+        return max(0.0, now_s - self._heard_mono_s[rank]) if rank in self._heard_mono_s else -1.0
 
-    def explain(self, rank: int) -> bool:
-        """It is known how the process of this rank has died; False if that was known already."""
-        seen = self._seen.get(rank)
-        if seen is None or not seen.dead or seen.explained:
-            return False
-        seen.explained = True
-        return True
 
-    def views(self, now_s: float, slower: Mapping[int, float] = MappingProxyType({})) -> tuple[RankState, ...]:
-        """All ranks of the job as people see them. slower: by how much, those that are slower than their peers."""
-        holders = Counter(unit for seen in self._seen.values() if not seen.dead for unit in seen.units)
-        alone = {unit for unit, count in holders.items() if count == 1}
-        return tuple(self._view(rank, now_s, slower.get(rank, 0.0), alone) for rank in range(self._world_size))
-
-    def _view(self, rank: int, now_s: float, slower: float, alone: Set[str]) -> RankState:
-        seen = self._seen.get(rank)
-        if seen is None:
-            return RankState(rank, None, None, connected=False, dead=False, heard_s=-1.0)
-        heard_s = max(0.0, now_s - seen.heard_mono_s)
-        known, connected, said = (rank, seen.process, seen.stand), rank in self._session_of, seen.status
-        sole_holder = not seen.dead and not alone.isdisjoint(seen.units)
-        if said is None or seen.dead:
-            return RankState(*known, connected, seen.dead, heard_s, sole_holder=sole_holder)
-        where = said.waits_at, said.stands_at
-        return RankState(*known, connected, seen.dead, heard_s, *where, said.work_s, slower, sole_holder)
+def rank_states(
+    job: Membership, roster: SessionRoster, now_s: float, slower: Mapping[int, float] = MappingProxyType({})
+) -> Iterator[RankState]:
+    """All ranks of the job as people see them. slower: by how much, those that are slower than their peers."""
+    holders = Counter(unit for member in job.members.values() if not member.buried for unit in member.units)
+    for rank in range(job.world_size):
+        member, connected, heard_s = job.members.get(rank), rank in roster.connected, roster.heard_s(rank, now_s)
+        if member is None:
+            yield RankState(rank, None, None, connected, dead=False, heard_s=heard_s)
+            continue
+        known = rank, member.process, member.stand, connected, member.buried, heard_s
+        if member.buried:
+            yield RankState(*known)
+            continue
+        said = member.waits_at, member.stands_at, member.work_s, slower.get(rank, 0.0)
+        yield RankState(*known, *said, sole_holder=any(holders[unit] == 1 for unit in member.units))
 
 
 # Ranks on the controller's own host, watched by itself: their deaths are known before any connection breaks.
@@ -292,7 +249,9 @@ class ControllerShell:
         self._service = SessionService(token, start_of(spec.job, spec.generation), self)
         self._storage = StorageJobs(spec, self._from_thread, may_read=self._has_time, tell=Telling().tell)
         self._timeline = Timeline(spec.job, spec.generation)
-        self._roster = SessionRoster(spec.world_size)
+        self._roster = SessionRoster()
+        self._died = {rank for rank, member in core.members.members.items() if member.buried}
+        self._explained: set[int] = set()
         self._starter_ticks = process_id.start_ticks(spec.starter_pid) if spec.starter_pid else None
         self._own_time = clock.OwnTime()
         self._progress = 0
@@ -403,7 +362,7 @@ class ControllerShell:
         self._update_run_file()
         if self._state_file is not None:
             self._state_file.write_again()
-        if self._roster.is_untouched and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
+        if not self._core.members.members and ticks % 5 == 4 and self._spec.starter_pid and not self._starter_lives():
             self.stop(
                 f"no rank has connected, and process {self._spec.starter_pid}, which started the controller, has ended"
             )
@@ -424,7 +383,9 @@ class ControllerShell:
 
     def _live(self) -> int:
         """Ranks that can be expected to go on; before the first of them, the process that started this."""
-        return self._roster.live or int(self._roster.is_untouched and self._starter_lives())
+        members = self._core.members.members
+        living = sum(not members[rank].buried for rank in self._roster.connected)
+        return living or int(not members and self._starter_lives())
 
     def _on_sigterm(self) -> None:
         _log.info("received SIGTERM: the controller will end when no rank is left and no incident is open")
@@ -453,7 +414,7 @@ class ControllerShell:
                         session, type(report).__name__, report.rank,
                     )  # fmt: skip
                 continue
-            self._roster.hear(report, now_s)
+            self._roster.hear(report.rank, now_s)
             if isinstance(report, SaveProgress):
                 self._progress += 1
             elif isinstance(report, Goodbye):
@@ -478,7 +439,7 @@ class ControllerShell:
         if effects is None:
             return
         if not any(isinstance(effect, events.Reply) for effect in effects):
-            self._roster.bind(session, hello, now_s)
+            self._roster.bind(session, hello.rank, now_s)
             self._neighbours.welcome(hello.rank, hello.process)
         self._perform(effects, now_s, session, hello.rank)
 
@@ -492,7 +453,8 @@ class ControllerShell:
 
     def _note_death(self, rank: int, source: DeathSource, known_mono_s: float, **facts: int) -> None:
         """Only the first word of a death: on this host two ranks and this process watch the same one."""
-        if self._roster.bury(rank):
+        if rank in self._core.members.members and rank not in self._died:
+            self._died.add(rank)
             self._timeline.note("died", known_mono_s, rank=rank, source=source.name, **facts)
 
     def _has_time(self) -> bool:
@@ -501,7 +463,8 @@ class ControllerShell:
         return self._core.state is JobStage.WATCHING or released
 
     def _note_ending(self, rank: int, how: str, now_s: float) -> None:
-        if how and self._roster.explain(rank):
+        if how and rank in self._died and rank not in self._explained:
+            self._explained.add(rank)
             self._timeline.note("ended", now_s, rank=rank, how=how)
 
     def _from_thread(self, event: Event) -> None:
@@ -594,6 +557,7 @@ class ControllerShell:
         summary = f"{len(self._roster.connected)} of {self._spec.world_size} ranks are connected"
         if self._newest_line:
             summary += f"; {self._newest_line}"
+        ranks = rank_states(self._core.members, self._roster, now_s, self._core.slower)
         return codec.state_to_bytes(
             ControllerState(
                 job=self._spec.job,
@@ -604,7 +568,7 @@ class ControllerShell:
                 stage=self._core.state.value,
                 incident=self._core.incident,
                 summary=summary,
-                ranks=self._roster.views(now_s, self._core.slower) if with_ranks else (),
+                ranks=tuple(ranks) if with_ranks else (),
                 incidents=str(self._spec.incidents_path),
                 open=self._timeline.under_way(now_s),
             )

@@ -30,6 +30,7 @@ from lastwords.controller.__main__ import _pipe
 from lastwords.controller.events import JobStage
 from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import ControllerHandle, start_controller
+from lastwords.controller.membership import Membership
 from lastwords.controller.server import ControllerShell, listen
 from lastwords.controller.takeover import query_state
 from lastwords.errors import ConfigError, StorageError, UnavailableError
@@ -773,11 +774,14 @@ class BrokenCore:
 
     def __init__(self) -> None:
         self.digested: list[events.Event] = []
+        self.members = Membership(1, 1)
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
         if isinstance(event, events.FromRank) and isinstance(event.report, Status):
             raise ZeroDivisionError("a mistake in the core")
         self.digested.append(event)
+        if isinstance(event, events.FromRank) and isinstance(event.report, Hello):
+            self.members.admit(event.report)
         if isinstance(event, events.FromRank) and isinstance(event.report, Goodbye):
             return [events.EndController("goodbye")]
         return []
