@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.state.state_view import UnitView
 
@@ -48,7 +49,7 @@ class Loop:
 
     def protect(self) -> Loop:
         """Watch it from now on."""
-        self.watch = StateWatch(UnitView(self.model, self.optimizer), frozenset, lambda name: False)
+        self.watch = StateWatch(UnitView(self.model, self.optimizer), Buffers(self.model))
         self.watch.list_tensors()
         self.watch.mark_end(0)
         return self

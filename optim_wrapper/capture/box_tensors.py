@@ -21,7 +21,7 @@ from lastwords.errors import StorageError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import memory_at
 from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over, version_of
-from lastwords.optim_wrapper.tensors.tensor_places import PlacesRead, TensorPlaces, Words, word_index
+from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces, Words, word_index
 from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES
 from lastwords.sharding.dtensor import is_dtensor, local_of
@@ -480,7 +480,7 @@ class Gathered:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        self._settled: PlacesRead = TensorPlaces(tensors).settle()
+        self._places = TensorPlaces(tensors)
         sources = [(one.data_ptr(), one.nbytes) for one in tensors]
         self._gathers = {
             slot: _gathers(
@@ -491,11 +491,10 @@ class Gathered:
 
     def copy(self, slot: int) -> bool:
         """Copy all of them; nothing, and False, where not all lie where they did."""
-        settled = self._settled
-        if not settled.still():
+        if not self._places.still():
             return False
         for words, target in self._gathers[slot]:
-            settled.copy(words, target)
+            self._places.copy(words, target)
         return True
 
 

@@ -209,14 +209,7 @@ class StepRecorder:
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
         self._unchecked = False
-        self.watch = StateWatch(
-            self.view,
-            lambda: self.buffers.captured,
-            self.buffers.keep,
-            self.tensors,
-            copies=copies,
-            late=self.after_update,
-        )
+        self.watch = StateWatch(self.view, self.buffers, copies=copies, late=self.after_update)
         self.watch.know(of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
         scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,11 @@ from lastwords.checkpoint.part import LocalState, UnitState, share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named, some
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
-from lastwords.optim_wrapper.capture.carried_gradients import CarriedGradients
-from lastwords.optim_wrapper.capture.state_watch import Lent, StateWatch
+from lastwords.optim_wrapper.capture.state_watch import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
-from lastwords.optim_wrapper.state.attributes import Attributes, names_in
-from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, Extras, ExtrasSnapshot
+from lastwords.optim_wrapper.state.attributes import names_in
+from lastwords.optim_wrapper.state.extras import JSON_BYTES_MAX, ExtrasSnapshot
 from lastwords.optim_wrapper.state.plain_values import copy_groups, groups_differ, plain_part
-from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.tensors.tensor_bytes import Stage, bytes_of, extent_of, staged_bytes
 from lastwords.processor.box_layout import BoxReader, HeldFiles, SlotCopy, SlotKind
 from lastwords.processor.recurrence import Late, about_to_change
@@ -38,6 +36,9 @@ from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import FILES, PATIENCE_S, WholeCopies, read_copy, read_local, whole_copies
 from lastwords.sharding.dtensor import local_of
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Settled, Share, Stand
+
+if TYPE_CHECKING:
+    from lastwords.optim_wrapper.capture.recorder import StepRecorder
 
 # Reads device tensors for the writer's thread while the device's other streams may wait for ever.
 #
@@ -160,36 +161,6 @@ class Snapshot(NamedTuple):
     trained: tuple[Sequence[torch.Tensor], Sequence[bool]] = (), ()
 
 
-class Recorded(Protocol):
-    """What a rank's training thread has recorded. Writer's thread, while no step is computed."""
-
-    @property
-    def units(self) -> RankUnits: ...
-
-    @property
-    def extras(self) -> Extras: ...
-
-    @property
-    def watch(self) -> StateWatch: ...
-
-    @property
-    def attributes(self) -> Attributes: ...
-
-    @property
-    def gradients(self) -> CarriedGradients: ...
-
-    def buffers_at(self, step: int) -> tuple[frozenset[str], Mapping[str, str]]:
-        """Names of the buffers that are in no unit at a step, and why others are not what they were then."""
-
-    def ends_epoch(self, position: Position | None) -> bool | None: ...
-
-    def drawn_since(self, step: int) -> str:
-        """The random stream that has moved on this rank since the tentative copy of a step that has not ended."""
-
-    def moved_between(self, step: int, *, asks: bool = True) -> list[str]:
-        """What has moved since the end of a step, where the loop says when the next one begins, and has not yet."""
-
-
 class TrainerSource:
     """`StateSource` over a live model, optimizer and extras, and the black boxes of this host.
 
@@ -200,7 +171,7 @@ class TrainerSource:
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: StepRecorder,
         box_path: Callable[[int], Path],
         facts: Callable[[int], dict[str, Any]],
         buckets: Callable[[int], dict[str, Any]] | None = None,

@@ -26,6 +26,7 @@ from lastwords import clock
 from lastwords.checkpoint.meta import Marks
 from lastwords.errors import MismatchError, some
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, stored_form, tensor_of
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.device_copies import DeviceMark, DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
 from lastwords.optim_wrapper.joined_optimizer import with_state
@@ -345,7 +346,7 @@ _called = cache(str)
 
 
 class StateWatch:
-    """captured: names of the buffers that the black box has. keep_buffer: from now on it has this one too.
+    """buffers: those that the black box has are watched there.
 
     copies: whether what moves outside of updates is copied, or only named. late: what has moved after updates, as
     `end_step` has said. Training thread, except what is said.
@@ -354,19 +355,17 @@ class StateWatch:
     def __init__(
         self,
         view: UnitView,
-        captured: Callable[[], frozenset[str]],
-        keep_buffer: Callable[[str], bool],
-        tensors: BoxTensors | None = None,
+        buffers: Buffers,
         *,
         copies: bool = True,
         late: Late | None = None,
     ) -> None:
         self._view = view
         self._late = Late() if late is None else late
-        self._witness = Witness(lambda: dict(tensors_of(view, captured)))
-        self._keep_buffer = keep_buffer
+        self._witness = Witness(lambda: dict(tensors_of(view, buffers.captured)))
+        self._buffers = buffers
         self._promotes = copies
-        self.copies = BoundaryCopies(tensors)
+        self.copies = BoundaryCopies(buffers.tensors)
         self.values = PlainValues(view.optimizer, lambda: view.all_names().parameters)
         self._ended: Mark | None = None
         self._devices = DeviceMarks()
@@ -696,7 +695,7 @@ class StateWatch:
                 nbytes / 1e6,
             )
             return
-        buffers = [name for name in names if name.kind == "buffer" and self._keep_buffer(name.name)]
+        buffers = [name for name in names if name.kind == "buffer" and self._buffers.keep(name.name)]
         self._keeps_more = bool(buffers)
         found = {name: self._witness.get(name) for name in names if name not in buffers}
         rest = {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -9,7 +9,7 @@ Uncounted writes on a device are for `device_copies` to see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ import xxhash
 
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_places import (
-    PlacesRead,
     TensorPlaces,
     Where,
     Words,
@@ -97,7 +96,7 @@ _mark = partial(tuple.__new__, Mark)  # quicker, and called twice in every step
 class _Lying(NamedTuple):
     """Where tensors lie, and so what is read of them in each round. Never changed: two threads may look at once."""
 
-    settled: PlacesRead
+    places: TensorPlaces
     form: _WordsForm
     indices: list[Words]
     shared: list[Words]
@@ -110,12 +109,11 @@ class _Lying(NamedTuple):
 class Witness:
     """Marks of the tensors that `every` names; asked again at `list_tensors`, which belongs to the training thread.
 
-    Other methods may be called by any thread. sampled: whether words are looked at.
+    Other methods may be called by any thread.
     """
 
-    def __init__(self, every: Callable[[], Mapping[StateName, Slot]], *, sampled: bool = True) -> None:
+    def __init__(self, every: Callable[[], Mapping[StateName, Slot]]) -> None:
         self._every = every
-        self._sampled = sampled
         self.looks = 0
         """Counts up where the tensors are others; marks of different looks are not compared."""
         self._slots: dict[StateName, Slot] = {}
@@ -160,17 +158,17 @@ class Witness:
         lying = self._lying
         if not self._shared:
             return None
-        seen = lying.settled.words_at(lying.shared[step % ROUNDS], lying.shared_bytes)
+        seen = lying.places.words_at(lying.shared[step % ROUNDS], lying.shared_bytes)
         return xxhash.xxh3_64_intdigest(seen, seed=self._shared_sum)
 
     def mark(self, since: Mark | None = None, *, step: int = 0) -> Mark:
         """What they are like now. since: a mark that it is to be compared with; step: else, other words for each."""
         lying = self._lying
-        if not lying.settled.still():
+        if not lying.places.still():
             lying = self._lying = self._settle()
         number = step % ROUNDS if since is None else since.round
         restless = [_seen(slot) for slot in self._restless.values()] if self._restless else []
-        return _mark((self.looks, number, lying.form, lying.settled.read(lying.indices[number]), restless))
+        return _mark((self.looks, number, lying.form, lying.places.read(lying.indices[number]), restless))
 
     def moved(self, since: Mark, until: Mark | None = None) -> list[StateName]:
         """Names of those that were written, or have other memory, since then (`until` another mark, or now)."""
@@ -276,24 +274,24 @@ class Witness:
         self._names = [*slots]
         self._place_of = {name: place for place, name in enumerate(self._names)}
         self._tensors = [local_of(slot.tensor) for slot in slots.values()]
-        self._places = TensorPlaces(self._tensors, [slot.tensor for slot in slots.values()])
+        self._counted = [slot.tensor for slot in slots.values()]
         self._each = min(max(WORDS_MAX // max(len(self._names), 1), 2), WORDS_EACH_MAX)
         self._shared = []
         self._lying = self._settle()
 
     def _settle(self) -> _Lying:
         """Where the words are that are looked at, now that the tensors lie there."""
-        settled = self._places.settle()
-        where = settled.where
+        places = TensorPlaces(self._tensors, self._counted)
+        where = places.where
         columns = zip(where.addresses.tolist(), where.nbytes.tolist(), where.offsets.tolist(), strict=True)
         spans = [
-            _words_of(tensor, *place) if self._sampled and _is_plain(tensor) else None
+            _words_of(tensor, *place) if _is_plain(tensor) else None
             for tensor, place in zip(self._tensors, columns, strict=True)
         ]
         wordy = np.array([at for at, span in enumerate(spans) if span is not None], np.int64)
         known = [span for span in spans if span is not None]
         rounds, masks = _rounds(known, self._each)
-        indices = [np.concatenate((settled.counters, one.ravel())) for one in rounds]
+        indices = [np.concatenate((places.counters, one.ravel())) for one in rounds]
         # What begins within a word may do so on this rank alone. Masks would cost more than all the rest.
         every = [span for name in self._shared if (span := spans[self._place_of[name]]) is not None]
         aligned = [span for span in every if span[2] == -1]
@@ -301,7 +299,7 @@ class Witness:
         small = [begin + byte for begin, words, _, tail in aligned if words == 1 for byte in range(_bytes_in(tail))]
         shared = _rounds(whole, max(SHARED_WORDS_MAX // len(whole), 1))[0] if whole else [_NO_WORDS] * ROUNDS
         every_aligned = len(aligned) == len(every)
-        return _Lying(settled, _WordsForm(where, wordy, masks), indices, shared, byte_index(small), every_aligned)
+        return _Lying(places, _WordsForm(where, wordy, masks), indices, shared, byte_index(small), every_aligned)
 
 
 def _rounds(spans: Sequence[tuple[int, int, int, int]], each: int) -> tuple[list[Words], list[Words]]:
@@ -316,15 +314,15 @@ def _rounds(spans: Sequence[tuple[int, int, int, int]], each: int) -> tuple[list
     return [word_index(begins) + at for at in rounds], masks
 
 
-def tensors_of(view: UnitView, captured: Callable[[], frozenset[str]]) -> Iterator[tuple[StateName, Slot]]:
+def tensors_of(view: UnitView, captured: Collection[str]) -> Iterator[tuple[StateName, Slot]]:
     """Everything that a checkpoint holds of a rank beside what is `captured` in each step: buffers of these names."""
-    every, apart = view.all_names(), captured()
+    every = view.all_names()
     tables = {id(one): (module._parameters, key) for module in view.model.modules()
               for key, one in module._parameters.items() if one is not None}  # fmt: skip
     for name, parameter in every.parameters.items():
         yield StateName("model", name), Slot(parameter, *tables.get(id(parameter), (None, None)))
     for name, buffer in every.buffers.items():
-        if name not in apart:
+        if name not in captured:
             module, key = every.owners[name]
             yield StateName("buffer", name), Slot(buffer, module._buffers, key)
     names = {id(parameter): name for name, parameter in every.parameters.items()}

@@ -75,7 +75,7 @@ class Listing:
         self._found, self._names = self._now(state_of(optimizer))
         self._forms = self._formed()
         self._unsaved = self._volatile()
-        self._places = TensorPlaces(self._locals).settle()
+        self._places = TensorPlaces(self._locals)
 
     @staticmethod
     def suits(state: Mapping[Any, Any], tensors: Sequence[torch.Tensor]) -> bool:

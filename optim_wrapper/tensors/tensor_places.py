@@ -64,18 +64,28 @@ class Where(NamedTuple):
     offsets: Words
 
 
-class PlacesRead:
-    """Some tensors and where they lay when this was made. Never changed; any thread may call.
+class TensorPlaces:
+    """Some tensors, and where they lay when this was made. Never changed; any thread may call.
 
     It holds their storages, so that neither their memory nor what is known of it is gone while it is read.
+    They are dense or strided tensors, no wrappers around others (of a DTensor, its local part). counted: those
+    whose counts of writes are theirs (DTensors), where these are others. Some microseconds for each tensor.
+    public: ask the tensors themselves; where the fields were not found, and for tests. fields: to be proved.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor], fields: _Fields | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        counted: Sequence[torch.Tensor] = (),
+        *,
+        public: bool = False,
+        fields: _Fields | None = None,
     ) -> None:
         self.held = [_storage_of(tensor) for tensor in tensors]
-        self._tensors, self._counted = tensors, counted
+        self._tensors = tensors
+        self._counted = [_UNCOUNTED if tensor.is_inference() else tensor for tensor in counted or tensors]
         self._take = _memory().take
+        fields = None if public else fields or _fields()
         self._quick = fields is not None
         self.counters: Words = np.empty(0, np.int64)
         """Where `read` finds their counts of writes; empty where these have to be asked for."""
@@ -151,39 +161,19 @@ class PlacesRead:
         return np.array([tensor._version for tensor in self._counted], np.int64)
 
 
-class TensorPlaces:
-    """Says where these tensors are, and how often they were written. Any thread may call.
-
-    They are dense or strided tensors, no wrappers around others (of a DTensor, its local part). counted: those
-    whose counts of writes are theirs (DTensors), where these are others.
-    public: ask the tensors themselves; where the fields were not found, and for tests.
-    """
-
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], counted: Sequence[torch.Tensor] = (), *, public: bool = False
-    ) -> None:
-        self._tensors = tensors
-        self._counted = [_UNCOUNTED if tensor.is_inference() else tensor for tensor in counted or tensors]
-        self._fields = None if public else _fields()
-
-    def settle(self) -> PlacesRead:
-        """Where they lie now. Some microseconds for each tensor."""
-        return PlacesRead(self._tensors, self._counted, self._fields)
-
-
 def writes_in(content: bytes, count: int) -> Words:
-    """How often each of so many tensors was written to, from what `PlacesRead.read` has returned."""
+    """How often each of so many tensors was written to, from what `TensorPlaces.read` has returned."""
     numbers: Words = np.frombuffer(content, np.int64, count) & _VERSION_BITS
     return numbers
 
 
 def word_index(addresses: Words) -> Words:
-    """Where `PlacesRead.read` finds the word at each address, a multiple of 8."""
+    """Where `TensorPlaces.read` finds the word at each address, a multiple of 8."""
     return (addresses >> 3) - 1
 
 
 def byte_index(addresses: Sequence[int]) -> Words:
-    """Where `PlacesRead.words_at` finds the byte at each address."""
+    """Where `TensorPlaces.words_at` finds the byte at each address."""
     return np.array(addresses, np.int64) - _WORD
 
 
@@ -251,9 +241,9 @@ def _proved(fields: _Fields) -> bool:
         torch.nn.Parameter(torch.ones(3, 4)), torch.arange(100)[7:], torch.empty(0), torch.tensor(1.5),
         torch.ones(8, 8, dtype=torch.bfloat16)[:, 3:5], torch.nn.Buffer(torch.ones(5, dtype=torch.bool)),
     ]  # fmt: skip
-    before: PlacesRead | None = None
+    before: TensorPlaces | None = None
     for _ in range(3):
-        read, asked = PlacesRead(tensors, tensors, fields), PlacesRead(tensors, tensors, None)
+        read, asked = TensorPlaces(tensors, fields=fields), TensorPlaces(tensors, public=True)
         same = all(map(np.array_equal, (*read.where, read.writes()), (*asked.where, asked.writes())))
         if not same or not read.still() or (before is not None and before.still()):
             return False

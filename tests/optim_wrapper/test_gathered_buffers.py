@@ -115,7 +115,7 @@ def test_without_the_look_where_they_lie_other_memory_is_missed(
     made, capture = opened(tmp_path, model)
     gathered = capture._gathered
     assert gathered is not None
-    monkeypatch.setattr(type(gathered._settled), "still", lambda self: True)
+    monkeypatch.setattr(type(gathered._places), "still", lambda self: True)
     other_memory(bn(model))
     made.committed(1, b"{}")
     with pytest.raises(AssertionError):

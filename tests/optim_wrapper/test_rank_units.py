@@ -13,6 +13,7 @@ from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, MismatchError
+from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.source import Snapshot, TrainerSource
 from lastwords.optim_wrapper.capture.state_watch import StateWatch
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
@@ -45,9 +46,13 @@ class Net(nn.Module):
         self.register_buffer("cache", None, persistent=False)
 
 
+def watched(view: UnitView) -> StateWatch:
+    return StateWatch(view, Buffers(view.model, called=view.called))
+
+
 def recorded(units: RankUnits, extras: Extras, watch: StateWatch | None = None) -> Any:
     """What a recorder knows and these tests are not about."""
-    watch = watch or StateWatch(next(iter(units.views.values())), frozenset, lambda name: False)
+    watch = watch or watched(next(iter(units.views.values())))
     return SimpleNamespace(
         units=units, extras=extras, watch=watch, attributes=Attributes({}, dict),
         gradients=SimpleNamespace(doubts=lambda *, ended: []), buffers_at=lambda step: (frozenset(), {}),
@@ -247,7 +252,7 @@ def test_state_that_belongs_to_no_parameter_is_left_out_and_named_in_a_sharded_j
 def test_every_unit_says_that_its_weights_were_written_outside_of_the_optimizer(stand: Stand, written: bool) -> None:
     net, optimizer = trained(1, 1)
     units, extras = units_of(net, optimizer), Extras({}, "extras")
-    watch = StateWatch(UnitView(net, optimizer), frozenset, lambda name: False)
+    watch = watched(UnitView(net, optimizer))
     watch.list_tensors()
     watch.mark_end(1)
     source = TrainerSource(recorded(units, extras, watch), lambda rank: None, lambda step: {})  # type: ignore[arg-type, return-value]
