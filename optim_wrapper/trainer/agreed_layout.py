@@ -38,53 +38,31 @@ OWN = 0
 """In the place of the digest of a tensor that is each rank's own."""
 
 
-class ReplicaCheck:
-    """Compares this rank's units with the other holders'; a collective. Training thread only.
+def compare_replicas(
+    units: RankUnits, rank: int, group: Any, of_extras: dict[str, int], when: str, own: Collection[str] = ()
+) -> tuple[MismatchError | None, bool, list[str]]:
+    """The error to raise on every rank, whether this rank's own copy must not be saved, and reasons "not exact".
 
-    group: a gloo group of all ranks. extras: gives digests of what else is promised to be the same on all of them.
+    A collective, with the other holders of this rank's units. group: a gloo group of all ranks. of_extras: digests of
+    what else is promised to be the same on all of them. own: names of the parameters and buffers that are each rank's
+    own; random generators always are. Buffers and extras that differ are no error, since a loop may mean it so; they
+    cannot be resumed exactly.
     """
-
-    def __init__(
-        self,
-        units: RankUnits,
-        rank: int,
-        world_size: int,
-        group: Any,
-        extras: Callable[[], dict[str, int]] = dict,
-    ) -> None:
-        self._extras = extras
-        self._units = units
-        self._rank = rank
-        self._world_size = world_size
-        self._group = group
-
-    def run(self, when: str, own: Collection[str] = ()) -> tuple[MismatchError | None, bool, list[str]]:
-        """The error to raise on every rank, whether this rank's own copy must not be saved, and reasons "not exact".
-
-        own: names of the parameters and buffers that are each rank's own; random generators always are.
-        Buffers and extras that differ are no error, since a loop may mean it so; they cannot be resumed exactly.
-        """
-        holders = self._units.table.units
-        views = [view for unit, view in self._units.views.items() if len(holders[unit]) > 1]
-        digests = _without_own(digest_units(views), own, _generators_of(views))
-        mine = {**digests, extras.UNIT: self._extras()}
-        compared = compare(_where_nobody_has_its_own(exchange_digests(self._group, mine)))
-        found = [difference for difference in compared if difference.unit != extras.UNIT]
-        harmless = [difference for difference in found if _is_buffer(difference)]
-        serious = [difference for difference in found if not _is_buffer(difference)]
-        reasons = [f"replicas have diverged: {difference}" for difference in harmless]
-        reasons += [extras.text(one) for one in compared if one.unit == extras.UNIT]
-        if not serious:
-            return None, False, reasons
-        suspect = any(self._rank in difference.suspects for difference in serious)
-        different = {one.tensor: str(one) for one in serious}
-        return MismatchError(_text(serious, when), different=different), suspect, reasons
-
-    def meet(self) -> None:
-        """Wait until every rank has come here; an error of the group's is no news any more."""
-        if self._world_size > 1:
-            with contextlib.suppress(RuntimeError, dist.DistError):
-                dist.barrier(group=self._group)
+    holders = units.table.units
+    views = [view for unit, view in units.views.items() if len(holders[unit]) > 1]
+    digests = _without_own(digest_units(views), own, _generators_of(views))
+    mine = {**digests, extras.UNIT: of_extras}
+    compared = compare(_where_nobody_has_its_own(exchange_digests(group, mine)))
+    found = [difference for difference in compared if difference.unit != extras.UNIT]
+    harmless = [difference for difference in found if _is_buffer(difference)]
+    serious = [difference for difference in found if not _is_buffer(difference)]
+    reasons = [f"replicas have diverged: {difference}" for difference in harmless]
+    reasons += [extras.text(one) for one in compared if one.unit == extras.UNIT]
+    if not serious:
+        return None, False, reasons
+    suspect = any(rank in difference.suspects for difference in serious)
+    different = {one.tensor: str(one) for one in serious}
+    return MismatchError(_text(serious, when), different=different), suspect, reasons
 
 
 def check_group(world_size: int, group: Any) -> Any:
@@ -164,8 +142,8 @@ class AgreedLayout:
         self.gate: Gate | None = None
         if needs_gate(self.units.table, options):
             self.gate = Gate(world, f"{prefix}/gate", timeout_s=config.gate_timeout_s, notice_s=config.gate_notice_s)
-        group = check_group(world.size, None if self.gate is None else self.gate.group)
-        self._check = ReplicaCheck(self.units, world.rank, world.size, group, recorder.extras_by_rank)
+        self._world = world
+        self._group = check_group(world.size, None if self.gate is None else self.gate.group)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -207,11 +185,15 @@ class AgreedLayout:
 
     def _compare(self, when: str, bar: Callable[[], None], own: frozenset[str]) -> None:
         """A collective. Raises MismatchError on every rank if a replica has diverged, which then saves nothing."""
-        error, suspect, reasons = self._check.run(when, own | self._recorder.buffers.captured)
-        self._recorder.ledger.tell(*reasons)
+        recorder = self._recorder
+        of_extras, own = recorder.extras_by_rank(), own | recorder.buffers.captured
+        error, suspect, reasons = compare_replicas(self.units, self._world.rank, self._group, of_extras, when, own)
+        recorder.ledger.tell(*reasons)
         if error is not None:
             if suspect:
                 bar()
             # Nobody raises, and so begins an incident, before the diverged rank has said that it cannot be a writer.
-            self._check.meet()
+            if self._world.size > 1:
+                with contextlib.suppress(RuntimeError, dist.DistError):  # an error of the group's is no news any more
+                    dist.barrier(group=self._group)
             raise error
