@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp.ddp_found import (
-    DdpListener,
     buckets_from_log,
     capability,
     find_ddp,
     holding,
     is_compiled,
+    listeners,
     places_of,
     reducer_parameters,
     replicate_states,
@@ -49,35 +49,25 @@ _observers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Gradi
 
 
 class BucketOrder:
-    """Watches the first synchronised backward passes of every DDP of a job. Made by `observe`.
+    """Watches each DDP of a job that holds a parameter of `model` or one that is `trained`, also those to come.
 
+    Made before the first backward pass; harmless where there is no DDP. None for `trained` watches nothing.
     `end_step` and `close` belong to the training thread; `record` may be called from any thread at any time.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], ledger: Ledger) -> None:
+    def __init__(
+        self, model: torch.nn.Module, trained: Iterable[torch.Tensor] | None = (), ledger: Ledger | None = None
+    ) -> None:
         self._model = model
-        self._places = places_of(parameters)
-        self._kept = list(parameters)  # or their ids could become those of others
+        self._kept = [] if trained is None else [*model.parameters(), *trained]  # or their ids could be those of others
+        self._places = places_of(self._kept)
         self._orders: list[GradientOrder] = []
         self._boards: list[OrderBoard] = []
         self._store: tuple[Store, str] | None = None
-        self.ledger = ledger
-        self._listener = DdpListener(self._found)
-
-    @classmethod
-    def observe(
-        cls, model: torch.nn.Module, trained: Iterable[torch.Tensor] | None = (), ledger: Ledger | None = None
-    ) -> BucketOrder:
-        """Begin to watch each DDP that holds a parameter of `model` or one that is `trained`, also those to come.
-
-        Call it before the first backward pass. Harmless where there is no DDP. None for `trained` watches nothing.
-        """
-        if trained is None:
-            return cls(model, [], ledger or Ledger())
-        order = cls(model, [*model.parameters(), *trained], ledger or Ledger())
-        for ddp in holding(order._kept):
-            order._found(ddp, ddp.module)
-        return order
+        self.ledger = ledger or Ledger()
+        listeners.add(self)
+        for ddp in holding(self._kept) if self._kept else ():
+            self.found(ddp, ddp.module)
 
     # ------------------------------------------------------------------ training thread
 
@@ -114,7 +104,7 @@ class BucketOrder:
 
     # ------------------------------------------------------------------ inside
 
-    def _found(self, ddp: DistributedDataParallel, network: torch.nn.Module) -> None:
+    def found(self, ddp: DistributedDataParallel, network: torch.nn.Module) -> None:
         """A DDP, which may not be complete yet."""
         span = span_of(network, self._places)
         if not span or ddp in _observed_by(self._orders):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -184,19 +184,11 @@ def agreed_order(
 
 
 _M = TypeVar("_M", bound=torch.nn.Module)
-OnFound = Callable[[DistributedDataParallel, torch.nn.Module], None]
 
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()  # as they came
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Their `found` is called with each DDP that is made, and its network, in the DDP's constructor."""
 _looked = False
-
-
-class DdpListener:
-    """Hears of each DDP that is made while it lives, and of its network, in the DDP's constructor."""
-
-    def __init__(self, found: OnFound) -> None:
-        self.found = found
-        _listeners.add(self)
 
 
 def known_ddps() -> list[DistributedDataParallel]:
@@ -335,7 +327,7 @@ def _note(ddp: DistributedDataParallel) -> None:
 def _registered(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     if name == "module" and submodule is not None and isinstance(module, DistributedDataParallel):
         _note(module)
-        for listener in list(_listeners):
+        for listener in list(listeners):
             listener.found(module, submodule)
 
 

@@ -139,7 +139,7 @@ class TFTRegister:
             model, self._optimizers, extras, local_extras, names, copies=copies, forget=forget, variables=variables
         )
         watched = self._recorder.view.trained if self._enabled else None
-        self._buckets = ddp_buckets.BucketOrder.observe(self._recorder.view.model, watched, self._recorder.ledger)
+        self._buckets = ddp_buckets.BucketOrder(self._recorder.view.model, watched, self._recorder.ledger)
         self._entered = False
         self._run: Run | None = None
         self._resumes = 0

@@ -144,7 +144,7 @@ class Trial:
         model = DistributedDataParallel(self.make(), **self.ddp)
         if self.hook is not None:
             model.register_comm_hook(None, self.hook)
-        order = BucketOrder.observe(model)
+        order = BucketOrder(model)
         Trial.built += 1
         if self.told:
             order.share(dist.distributed_c10d._get_default_store(), f"order/{Trial.built}")
@@ -369,16 +369,16 @@ def test_what_cannot_be_exact_says_why(tmp_path: Path) -> None:
         answer["neither"] = replay(Crossed(100), {})
         model = DistributedDataParallel(Crossed(100))
         model.register_comm_hook({"error": 0}, lambda state, bucket: fp16_compress_hook(None, bucket))
-        answer["stateful hook"] = BucketOrder.observe(model).reasons
+        answer["stateful hook"] = BucketOrder(model).reasons
         froze = Trial(lambda: Crossed(100))
         wrapped = froze.make()
         wrapped.last.bias.requires_grad_(False)  # type: ignore[union-attr]
         answer["frozen"] = replay(DistributedDataParallel(wrapped), record)
         gone = fresh()
-        observed = BucketOrder.observe(gone)
+        observed = BucketOrder(gone)
         answer["fine"] = observed.reasons
         del gone.find_unused_parameters
-        answer["gone"] = BucketOrder.observe(gone).reasons
+        answer["gone"] = BucketOrder(gone).reasons
         return answer
 
     expected = {

@@ -44,7 +44,7 @@ class Watched:
 
     def __init__(self, make: type[Job], seed: int, *, told: bool = True) -> None:
         self.job = make(seed)
-        self.order = BucketOrder.observe(self.job.registered(), self.job.trained)
+        self.order = BucketOrder(self.job.registered(), self.job.trained)
         Watched.made += 1
         if told:
             self.order.share(dist.distributed_c10d._get_default_store(), f"order/{Watched.made}")
@@ -122,7 +122,7 @@ def test_what_a_pass_without_gradients_leaves_is_saved_and_put_back(tmp_path: Pa
         def made(seed: int) -> tuple[Any, BucketOrder]:
             torch.manual_seed(seed)
             model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)))
-            order = BucketOrder.observe(model)
+            order = BucketOrder(model)
             order.share(dist.distributed_c10d._get_default_store(), f"order/{seed}")
             return model, order
 

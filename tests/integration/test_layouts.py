@@ -59,7 +59,7 @@ class Rank:
         wrappers = [OptTFTWrapper(optimizer) for optimizer in self.trial.optimizers]
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(wrappers[0], 0.9)
         self.recorder = StepRecorder(self.trial.model, wrappers, {"scheduler": self.scheduler}, {}, self.trial.names)
-        self.buckets = BucketOrder.observe(self.trial.model)
+        self.buckets = BucketOrder(self.trial.model)
         self.units = self.recorder.agree_units(self.world, next_prefix(), self.trial.units)
         record = self.buckets.record
         pure = self.units.pure

@@ -31,7 +31,7 @@ def test_names_of_a_compiled_model_are_no_other_parameters(tmp_path: Path) -> No
     def body(rank: int) -> list[str]:
         plain = DDP(nn.Linear(2, 2))
         compiled = DDP(torch.compile(nn.Linear(2, 2)))  # type: ignore[arg-type]
-        record = ddp_buckets.BucketOrder.observe(compiled).record()
+        record = ddp_buckets.BucketOrder(compiled).record()
         return ddp_buckets.replay(plain, BucketRecord.read(record))
 
     assert on_ranks(body, tmp_path, 1) == [[]]
