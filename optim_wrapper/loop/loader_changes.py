@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from lastwords.checkpoint.meta import Dealing, EpochBegun, Inputs, LoopFacts, differences
 from lastwords.optim_wrapper.loop.data_position import opened_with
+from lastwords.optim_wrapper.tensors.tensor_bytes import class_name
 
 # A data position that does not depend on how many ranks there are: samples of the epoch that all of them have seen.
 #
@@ -158,11 +159,11 @@ def about(loader: Any, batches: int, accumulate: int) -> Inputs:
     dataset, batch_sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None) or getattr(loader, "sampler", None)
     found = {
-        "loader": _kind(loader),
-        "dataset": None if dataset is None else _kind(dataset),
+        "loader": class_name(loader),
+        "dataset": None if dataset is None else class_name(dataset),
         "samples": _length(dataset),
-        "sampler": None if sampler is None else _kind(sampler),
-        "batch_sampler": None if batch_sampler is None else _kind(batch_sampler),
+        "sampler": None if sampler is None else class_name(sampler),
+        "batch_sampler": None if batch_sampler is None else class_name(batch_sampler),
         "batch_size": getattr(batch_sampler, "batch_size", getattr(loader, "batch_size", None)),
         "drop_last": getattr(batch_sampler, "drop_last", getattr(loader, "drop_last", None)),
         "workers": getattr(loader, "num_workers", None),
@@ -227,10 +228,6 @@ def redealt(data: LoopFacts, saved: Inputs, epoch: int, step: int, loader: Any) 
     left, size = drawn - first, loader.batch_size
     batches = left // size if loader.drop_last else -(-left // size)
     return Carried(EpochBegun(epoch, first, step), (), batches, drawn=True)
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _length(dataset: Any) -> int | None:

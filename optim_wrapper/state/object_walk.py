@@ -52,7 +52,7 @@ from lastwords.optim_wrapper.state.running import (
     user_frames,
     user_modules,
 )
-from lastwords.optim_wrapper.tensors.tensor_bytes import memory_of, problem_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import class_name, memory_of, problem_of
 from lastwords.optim_wrapper.tensors.tensor_tree import DICTS, parts_of
 from lastwords.sharding.dtensor import local_of
 
@@ -353,7 +353,7 @@ class Walk:
             large = kind in (str, bytes) and len(value) > VALUE_BYTES_MAX
             return Place("", f"{kind.__name__} of {len(value)} characters") if large else value
         if id(value) in self._apart and (VARIABLES in path or path.partition(".")[0] in self._lent):
-            return Place("", _kind(value))
+            return Place("", class_name(value))
         if issubclass(kind, torch.Tensor):
             return self._tensor(value, path)
         if kind in SEQUENCES or kind in DICTS or kind is set or kind is frozenset:
@@ -369,23 +369,23 @@ class Walk:
             self._code(value, path, depth)
             return self._opaque(CODE, value, path)
         if issubclass(kind, enum.Enum):
-            return Place(_kind(value), f"{MEMBER}{own_of(value)['_name_']}")
+            return Place(class_name(value), f"{MEMBER}{own_of(value)['_name_']}")
         if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
             return place
         if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX and not value.dtype.hasobject:
             return Place("", f"{LARGE_ARRAY}{value.shape} {of_array(value)}")
         if issubclass(kind, np.ndarray):
-            about = f"{_kind(value)} of {value.dtype}{WHICH}"
+            about = f"{class_name(value)} of {value.dtype}{WHICH}"
             return value if parts_of(value) is not None else Place("", about + of_array(value))
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
-            return Place(_kind(value), NAMED_TUPLE), *items
+            return Place(class_name(value), NAMED_TUPLE), *items
         for base in _SINGLE if is_users(kind) else ():
             if issubclass(kind, base) and not attributes_of(value):  # it is replaced, never changed
-                return Place("", f"{_kind(value)}{WHICH}{digest(base.__getnewargs__(value), 0)}")
+                return Place("", f"{class_name(value)}{WHICH}{digest(base.__getnewargs__(value), 0)}")
         if is_walked(value):
-            return Place(self._meet(path, value), _kind(value))
+            return Place(self._meet(path, value), class_name(value))
         if kind.__module__ == _SHARED and "_obj" in (own := own_of(value) or {}):
             return self.told(own["_obj"], path, depth)
         if has(kind, "fileno", "acquire"):
@@ -394,7 +394,7 @@ class Walk:
             return Place("", how_far(value)) if self._values and not is_the_loops(kind, path) else CODE
         if parts_of(value) is not None or is_storable(value):
             return value
-        return self._opaque(Place("", f"{_kind(value)}{which(value)}"), value, path)
+        return self._opaque(Place("", f"{class_name(value)}{which(value)}"), value, path)
 
     def _opaque(self, told: Place, value: Any, path: str) -> Place:
         """What a loader calls (a library's object, a method, a `partial`) leads to what it uses."""
@@ -403,7 +403,7 @@ class Walk:
         through = (
             types.SimpleNamespace(**held) if type(value) in _NO_DATA else AttributesOf(value, vars(value).keys() - held)
         )
-        return Place(self._paths.get(id(value)) or self._meet(path, through), _kind(value))
+        return Place(self._paths.get(id(value)) or self._meet(path, through), class_name(value))
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         self.code.append((path, value))
@@ -448,7 +448,7 @@ class Walk:
             if parts_of(tensor) is not None:
                 return tensor
             written = 0 if tensor.is_inference() else tensor._version
-            return Place("", f"{_kind(tensor)}{WHICH}{id(tensor)}.{written}")
+            return Place("", f"{class_name(tensor)}{WHICH}{id(tensor)}.{written}")
         place = self._elsewhere(tensor, path)
         return tensor if place is None else place
 
@@ -678,10 +678,6 @@ def _samples(value: Any) -> str:
 def _is_a_librarys(generator: Any) -> bool:
     """Whether it is the stream of a whole library, which is saved as such."""
     return generator is torch.default_generator or generator is _PYTHONS or generator is np.random.mtrand._rand
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 class _Slots(MutableMapping[str, Any]):

@@ -32,6 +32,7 @@ from lastwords.optim_wrapper.state.object_walk import (
     own_of,
 )
 from lastwords.optim_wrapper.tensors.overwriting import Overwriting
+from lastwords.optim_wrapper.tensors.tensor_bytes import class_name
 from lastwords.sharding.dtensor import local_of
 
 
@@ -149,10 +150,7 @@ class Putting:
                 return id(found)
             if type(found) is AttributesOf and found.of == id(live):
                 return live
-            if found is not None and place.kind in (
-                f"{type(found).__module__}.{type(found).__qualname__}",
-                type(found).__name__,
-            ):
+            if found is not None and place.kind in (class_name(found), type(found).__name__):
                 self._overwriting.whole.add(id(found))
                 return found
         if place == self._walk.told(live, "", 0):
@@ -168,7 +166,7 @@ class Putting:
 
 def _class_of(live: Any, name: str) -> Any:
     """The class of `live` if it is called so, with its module; or what is, in this process; None if nothing is."""
-    if name == f"{type(live).__module__}.{type(live).__qualname__}":
+    if name == class_name(live):
         return type(live)
     module, _, called = name.rpartition(".")
     while module and module not in sys.modules:

@@ -42,8 +42,7 @@ def problem_of(tensor: torch.Tensor, *, meta: bool = False) -> str:
     if tensor.is_quantized:
         return "is quantized; store its int_repr() and scales instead"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        return f"is a {kind}; " + (
+        return f"is a {class_name(tensor)}; " + (
             "what belongs to no parameter must be whole on every rank"
             if is_dtensor(tensor)
             else "tensors of such a class cannot be stored"
@@ -82,6 +81,11 @@ def spec_of(name: str, tensor: torch.Tensor, box: ShardBox | None = None) -> Ten
     if box is not None:
         whole, offsets = box.global_shape, box.offsets
     return TensorSpec(name, code or "U8", (*shape, *more), (*whole, *more), (*offsets, *(0 for _ in more)))
+
+
+def class_name(value: Any) -> str:
+    """Name of its class, with the module's."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def dtype_name(dtype: torch.dtype | torch.layout | torch.memory_format) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
 from lastwords.optim_wrapper.launch.world import World, restart_count
 from lastwords.optim_wrapper.state.global_names import Naming
 from lastwords.optim_wrapper.state.rank_units import without_buffers
-from lastwords.optim_wrapper.state.state_view import Names, UnitView
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, dtype_named, spec_of
 from lastwords.optim_wrapper.trainer.job_shape import declared_units
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
@@ -81,7 +81,7 @@ def save_strategy(
     def find() -> list[Piece]:
         if problem is not None:
             raise problem
-        return _LivePieces(model, optimizer, declared, names, world.rank).pieces()
+        return _pieces(model, optimizer, declared, names, world.rank)
 
     def write(lists: Sequence[Alike]) -> None:
         strategy = strategy_from(lists, declared, world.size, _stored)
@@ -114,51 +114,46 @@ def _stored(dtype: str) -> tuple[str, tuple[int, ...]]:
     return spec.dtype, spec.shape
 
 
-class _LivePieces:
-    """What this rank holds of model and optimizer, in the words that ranks exchange."""
+def _pieces(
+    model: torch.nn.Module, optimizer: Any, declared: Sequence[Unit], names: Naming | None, rank: int
+) -> list[Piece]:
+    """What this rank holds of model and optimizer, in the words that ranks exchange.
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: Any, declared: Sequence[Unit], names: Naming | None, rank: int
-    ) -> None:
-        self._view = UnitView(model, _joined(optimizer), forms_only=True, names=names)
-        self._declared = declared
-        self._rank = rank
-        # What is saved for each rank apart belongs to no strategy.
-        rank_local = Buffers(self._view.model, called=self._view.called).captured
-        self._names: Names = without_buffers(self._view.all_names(), rank_local)
+    ConfigError for what is no box of a whole.
+    """
+    view = UnitView(model, _joined(optimizer), forms_only=True, names=names)
+    # What is saved for each rank apart belongs to no strategy.
+    every = without_buffers(view.all_names(), Buffers(view.model, called=view.called).captured)
+    found: list[Piece] = []
+    in_groups = {name for group in every.groups for name in group}
+    for piece in pieces_of(every, view.optimizer, declared, rank):
+        if piece.name.startswith("~"):
+            continue
+        if piece.kind == "model":
+            found.append(replace(piece, scope=""))
+            if piece.held and piece.name in in_groups:
+                found.append(replace(piece, kind="optim", scope=""))
+                found += _state_elsewhere(piece, view.optimizer_state.get(every.parameters[piece.name], {}))
+        elif piece.name in every.volatile_buffers and piece.name in every.buffers:
+            buffer = every.buffers[piece.name]
+            shape, of, at = box_of(buffer, f"buffer {piece.name!r}")
+            form = dtype_name(buffer.dtype)
+            found.append(replace(piece, dtype=form, shape=shape, global_shape=of, offsets=at, scope=VOLATILE))
+        else:
+            found.append(piece)
+    return found
 
-    def pieces(self) -> list[Piece]:
-        """Parameters, buffers and state. ConfigError for what is no box of a whole."""
-        found: list[Piece] = []
-        in_groups = {name for group in self._names.groups for name in group}
-        for piece in pieces_of(self._names, self._view.optimizer, self._declared, self._rank):
-            if piece.name.startswith("~"):
-                continue
-            if piece.kind == "model":
-                found.append(replace(piece, scope=""))
-                if piece.held and piece.name in in_groups:
-                    found.append(replace(piece, kind="optim", scope=""))
-                    found += self._state_elsewhere(piece)
-            elif piece.name in self._names.volatile_buffers and piece.name in self._names.buffers:
-                buffer = self._names.buffers[piece.name]
-                shape, of, at = box_of(buffer, f"buffer {piece.name!r}")
-                form = dtype_name(buffer.dtype)
-                found.append(replace(piece, dtype=form, shape=shape, global_shape=of, offsets=at, scope=VOLATILE))
-            else:
-                found.append(piece)
-        return found
 
-    def _state_elsewhere(self, piece: Piece) -> list[Piece]:
-        """State of a parameter that does not lie as the parameter does: only a DTensor can say where it lies."""
-        found = []
-        state = self._view.optimizer_state.get(self._names.parameters[piece.name], {})
-        for key, value in state.items():
-            if is_dtensor(value) and local_of(value).ndim:
-                box = box_of(value, f"the optimizer's {key!r} of {piece.name!r}")
-                like_parameter = (piece.shape, piece.global_shape, piece.offsets)
-                if tuple(box) != like_parameter and box.shape != box.global_shape:
-                    found.append(Piece(f"{piece.name}/{key}", "state", dtype_name(value.dtype), *box, unit=piece.unit))
-        return found
+def _state_elsewhere(piece: Piece, state: Mapping[str, Any]) -> list[Piece]:
+    """State of a parameter that does not lie as the parameter does: only a DTensor can say where it lies."""
+    found = []
+    for key, value in state.items():
+        if is_dtensor(value) and local_of(value).ndim:
+            box = box_of(value, f"the optimizer's {key!r} of {piece.name!r}")
+            like_parameter = (piece.shape, piece.global_shape, piece.offsets)
+            if tuple(box) != like_parameter and box.shape != box.global_shape:
+                found.append(Piece(f"{piece.name}/{key}", "state", dtype_name(value.dtype), *box, unit=piece.unit))
+    return found
 
 
 def _joined(optimizer: Any) -> Any:
