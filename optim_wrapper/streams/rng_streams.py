@@ -10,11 +10,7 @@ so the state is copied straight out of the C object. Where it lies there is not 
 known state in a second object of the same type, and proved on the stream itself; if anything does not fit (another
 interpreter, another build), the public way is taken and only the time is lost.
 
-torch's generators on the CPU are Mersenne twisters too. What is kept of them is what `get_state()` gives (5 056 bytes):
-
-    uint64 seed | int32 left | int32 seeded | uint64 next | uint64 key[624] | 40 bytes: normal numbers drawn in pairs
-
-In the C++ object `next` and `key` are uint32 in one piece, 16 bytes after the seed.
+Of torch's generators what `get_state()` gives is kept, which takes a microsecond more than such a copy.
 """
 
 from __future__ import annotations
@@ -44,14 +40,6 @@ _GAUSS = struct.Struct("=Id")
 _NO_GAUSS = _GAUSS.pack(0, 0.0)
 _TWISTER = struct.Struct(f"={_KEY_WORDS}IIId")
 _UNKNOWN = _TWISTER.pack(*[0] * _KEY_WORDS, 0xFFFFFFFF, 0, 0.0)
-
-_TORCH_HEAD_BYTES = 13
-"""Seed, left, and the one byte in which `seeded` is kept."""
-_TORCH_WORDS = slice(16, 16 + 8 * (_KEY_WORDS + 1))
-_TORCH_TAIL = slice(_TORCH_WORDS.stop, _TORCH_WORDS.stop + 40)
-_NO_NORMALS = bytes(40)
-_TORCH_OBJECT_BYTES = 2624
-"""Of torch 2.13's generator; an older one may be a few bytes smaller, which lie in the same block of memory."""
 
 
 class PythonStream:
@@ -143,27 +131,12 @@ class TorchStream:
     def __init__(self, name: str, generator: torch.Generator) -> None:
         self._generator = generator
         self.region = RegionSpec(f"rng/{name}", "U8", (generator.get_state().numel(),), in_epoch=True)
-        self._raw = _torch_raw(generator)
 
     def into(self, target: memoryview) -> Callable[[], None]:
         copy_, get_state = torch.frombuffer(target, dtype=torch.uint8).copy_, self._generator.get_state
 
-        def slow() -> None:
-            copy_(get_state())
-
-        if self._raw is None:
-            return slow
-        head, words, double_kept, float_kept = self._raw
-        to_head, to_tail = target[:_TORCH_HEAD_BYTES], target[_TORCH_TAIL]
-        to_words = np.frombuffer(target[_TORCH_WORDS], np.uint64)
-
         def copy() -> None:
-            if double_kept[0] or float_kept[0]:  # a normal number for the next draw
-                slow()
-                return
-            to_head[:] = head
-            to_words[:] = words
-            to_tail[:] = _NO_NORMALS
+            copy_(get_state())
 
         return copy
 
@@ -306,44 +279,3 @@ def _numpy_raw(one: Any) -> tuple[Any, Any, memoryview, memoryview, memoryview] 
     except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
         _log.info("numpy's random state is copied by a slower method: %s", error)
         return None
-
-
-def _torch_raw(generator: torch.Generator) -> tuple[memoryview, Any, memoryview, memoryview] | None:
-    """Head, words, and whether a normal number is kept, as double or as float; None if that is not where it must be."""
-    try:
-        scratch = torch.Generator().manual_seed(20_000_303)
-        plain, kept = (bytearray(scratch.get_state().numpy()) for _ in range(2))
-        tail = struct.pack("=8xd8xi4xf?3x", marker := -1.234567890123e-45, 1, float_marker := -1.5e-30, True)
-        kept[_TORCH_TAIL] = tail
-        image = _planted(scratch, kept)
-        words_at = image.find(
-            struct.pack(f"={_KEY_WORDS + 1}I", *struct.unpack(f"={_KEY_WORDS + 1}Q", plain[_TORCH_WORDS]))
-        )
-        double_at, float_at = image.find(struct.pack("=d", marker)), image.find(struct.pack("=f", float_marker))
-        head_at, flags = words_at - 16, (double_at + 8, float_at + 4)
-        if head_at < 0 or min(double_at, float_at) < 0 or [image[at] for at in flags] != [1, 1]:
-            raise ValueError("the state was not found in the object")
-        if [_planted(scratch, plain)[at] for at in flags] != [0, 0]:
-            raise ValueError("the cached second normal value was not found in the object")
-
-        memory = memory_at(_address(generator), _TORCH_OBJECT_BYTES)
-        head = memory[head_at : head_at + _TORCH_HEAD_BYTES]
-        words = np.frombuffer(memory[words_at : words_at + 4 * (_KEY_WORDS + 1)], np.uint32)
-        now = bytearray(generator.get_state().numpy())
-        if now[:_TORCH_HEAD_BYTES] != head or now[_TORCH_WORDS] != words.astype(np.uint64).tobytes():
-            raise ValueError("the bytes found are not the stream's state")
-        return head, words, memory[flags[0] : flags[0] + 1], memory[flags[1] : flags[1] + 1]
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        _log.info("torch's random state is copied by a slower method: %s", error)
-        return None
-
-
-def _address(generator: torch.Generator) -> int:
-    address: int = generator._cdata  # type: ignore[attr-defined]
-    return address
-
-
-def _planted(scratch: torch.Generator, state: bytearray) -> bytes:
-    """The C++ object with this state."""
-    scratch.set_state(torch.frombuffer(state, dtype=torch.uint8))
-    return memory_at(_address(scratch), _TORCH_OBJECT_BYTES).tobytes()
