@@ -318,7 +318,7 @@ class BucketRecord:
     passes: places in `parameters`, in the order in
     which the gradients came, of each pass that orders the buckets. buckets: as DDP's logging data show them; None if
     they had not yet. reasons: why they cannot be made again; hooks: states of hooks that are not saved; unconfirmed:
-    why the order may not be that of rank 0. synced: what the next passes would hand round (`ddp_order.Synced`).
+    why the order may not be that of rank 0. synced: what the next passes would hand round (`ddp_order.synced`).
     options: those of the DDP that change the sums.
     """
 

@@ -137,11 +137,6 @@ class LoopHabits:
         self.names_go_back = True
         self._say()
 
-    def end_step(self) -> None:
-        """A step is over."""
-        if self.passes.end_step():
-            self._say()
-
 
 _log = logging.getLogger(__name__)
 
@@ -217,7 +212,7 @@ class StepRecorder:
             lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras],
             self.tensors,
         )  # fmt: skip
-        self.gradients.backward.follows_update = lambda: self.watch.update_is_over
+        self.gradients.backward.follows_update = self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
             wrapper.watch_zero_grad(habit.zeroed)
         self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
@@ -457,7 +452,8 @@ class StepRecorder:
         updated: there was an update in it.
         """
         self.finish_copy()
-        self.loop.end_step()
+        if self.loop.passes.end_step():
+            self._say_reasons()
         ends_epoch = self.ends_epoch(position)
         self.extras_now = self.extras.ended(self.extras_now, updated)
         self._ended_here += 1
@@ -652,7 +648,7 @@ class StepRecorder:
         if self.local_extras:
             inline = pack_inline(self.local_extras, local)
             said |= {"local_extras": pack(inline.to_json(), "local_extras"), "reasons": inline.tree.reasons}
-        return _encoded(said | own | self._of_all | more)
+        return _encoded({**said, **own, **self._of_all, **more})
 
     def _said_of_all(self) -> dict[str, Any]:
         alike = self.watch.values.members(self.watch.alike() if self.watch.copies else {})

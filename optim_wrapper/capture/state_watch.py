@@ -447,7 +447,6 @@ class StateWatch:
             if closely or name is _HYPERPARAMETERS or name in late:
                 self._taken[name] = take()
 
-    @property
     def update_is_over(self) -> bool:
         """Whether the update of the step under way has been written."""
         return self._updated is not None

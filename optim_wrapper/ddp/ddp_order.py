@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,13 +243,6 @@ _replaying = threading.Event()
 OPTIONS = ("bucket_bytes_cap", "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
-class Synced(NamedTuple):
-    """What a DDP's last forward pass has left: whether the next one hands rank 0's buffers round."""
-
-    forward: bool
-    backward: bool
-
-
 class GradientOrder:
     """Watches the first synchronised backward passes of one DDP, which it does not keep alive.
 
@@ -285,7 +278,7 @@ class GradientOrder:
         self._index: dict[int, int] = {}
         self._options: dict[str, Any] = {}
         self._expects: bool | None = None
-        self._ended: tuple[int, Synced] | None = None
+        self._ended: tuple[int, dict[str, bool]] | None = None
         self._make_board = board
         self._board: OrderBoard | None = None
         self._sole = True
@@ -364,7 +357,7 @@ class GradientOrder:
             reasons=list(self._reasons),
             hooks=list(self._hidden),
             unconfirmed=self._unconfirmed() if len(passes) >= self._passes_wanted else "",
-            synced=(ended[1] if ended is not None and ended[0] == step else synced(ddp))._asdict(),
+            synced=ended[1] if ended is not None and ended[0] == step else synced(ddp),
             options=self._options,
         )
 
@@ -502,9 +495,10 @@ class GradientOrder:
             self._passes[-1] = order
 
 
-def synced(ddp: DistributedDataParallel) -> Synced:
+def synced(ddp: DistributedDataParallel) -> dict[str, bool]:
     """Whether the next forward pass hands rank 0's buffers round, and the next backward pass reduces gradients."""
-    return Synced(bool(getattr(ddp, "require_forward_param_sync", True)), bool(ddp.require_backward_grad_sync))
+    forward = bool(getattr(ddp, "require_forward_param_sync", True))
+    return {"forward": forward, "backward": bool(ddp.require_backward_grad_sync)}
 
 
 def options_of(ddp: DistributedDataParallel) -> dict[str, Any]:

@@ -340,7 +340,8 @@ class Attributes:
         if look:
             self.look()
         values = self._said() if self._moved else {}
-        return ({"attributes": values} if values else {}) | self.generators.document()
+        generators = self.generators.document()
+        return {"attributes": values, **generators} if values else generators
 
     def of_loader(self, *, look: bool) -> str:
         """What moves of the loader, for `loader_as_of`; empty if nothing does. look: at whatever has moved by now."""
