@@ -125,13 +125,14 @@ def digests(states: Mapping[str, Any], apart: Mapping[str, frozenset[str]]) -> d
             if key in apart.get(name, ()):
                 continue
             try:
-                found[path] = _digest(item)
+                found[path] = digest_of(item)
             except (UnstorableError, RecursionError):
                 continue
     return found
 
 
-def _digest(item: Any) -> int:
+def digest_of(item: Any) -> int:
+    """Equal for equal bits, in every process. UnstorableError or RecursionError for what cannot be stored."""
     tree, tensors = take_apart(item, "x", "x")
     hashed = xxhash.xxh3_64(json.dumps(pack(tree)).encode())
     for one in tensors:

@@ -6,28 +6,26 @@ Imported only where LASTWORDS_DRILL is set.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
 import os
 import signal
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 
 from lastwords.checkpoint.codec import typed
 from lastwords.checkpoint.drill_record import running
 from lastwords.checkpoint.layout import MANIFEST_NAME, checkpoint_dir
-from lastwords.checkpoint.storable import Place, is_storable
+from lastwords.checkpoint.storable import Place
 from lastwords.clock import mono_s
+from lastwords.errors import UnstorableError
 from lastwords.optim_wrapper.capture.rank_local import first_differentiable
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp.ddp_found import is_compiled
@@ -43,10 +41,10 @@ from lastwords.optim_wrapper.launch.drill_plan import (
     Death,
     DrillPlan,
 )
-from lastwords.optim_wrapper.state.extras import ExtrasSnapshot
+from lastwords.optim_wrapper.state.extras import ExtrasSnapshot, digest_of
 from lastwords.optim_wrapper.state.how_far import WHICH
 from lastwords.optim_wrapper.state.state_view import buffers_in
-from lastwords.optim_wrapper.tensors.tensor_bytes import problem_of, staged_bytes
+from lastwords.optim_wrapper.tensors.tensor_tree import DICTS
 from lastwords.optim_wrapper.trainer.checkpoint_config import checked_schedule
 from lastwords.optim_wrapper.trainer.run import ProtectedRun
 from lastwords.processor.departure import flush
@@ -80,7 +78,7 @@ def leaves_of(recorder: StepRecorder) -> Leaves:
         "local_extras": dict(_of_extras(recorder.local_extras_now)),
         "random stream": {name.removeprefix("rng/"): digest(one) for name, one in recorder.streams().items()},
         "attribute": {name: digest(one) for name, one in attributes.items() if _OF_TORCH not in name},
-        "variable": {name: digest(without_paths(one)) for name, one in beside.items()},
+        "variable": {name: digest(one, paths=False) for name, one in beside.items()},
     }
     return {kind: one for kind, one in found.items() if one}
 
@@ -114,61 +112,30 @@ def _of_extras(snapshot: ExtrasSnapshot) -> Iterator[tuple[str, str]]:
         yield from named(name, state, _DEPTH)
 
 
-def without_paths(told: Any) -> Any:
-    """What a variable holds: an object that it leads to may be met first in whatever other function runs just now."""
+def digest(value: Any, *, paths: bool = True) -> str:
+    """Of any value: equal for equal bits, in every process. Of what cannot be stored, its kind.
+
+    paths: else of an object, too: a variable's may be met first in whatever other function runs just now.
+    """
+    if isinstance(value, torch.Tensor):
+        value = local_of(value).detach()
+    try:
+        return f"{digest_of(_of_any_process(value, paths)):016x}"
+    except (UnstorableError, RecursionError):
+        return type(value).__qualname__
+
+
+def _of_any_process(told: Any, paths: bool) -> Any:
+    """What is told, without what is of this process alone."""
     kind = type(told)
     if kind is Place:
-        return Place("", told.kind)
-    if kind is dict:
-        return {key: without_paths(item) for key, item in told.items()}
-    return kind(map(without_paths, told)) if kind in (list, tuple) else told
-
-
-def digest(value: Any) -> str:
-    """Of any value: equal for equal bits, in every process. Of what has no bits to be read, its kind."""
-    hashed = xxhash.xxh3_64()
-    _feed(hashed, value, set())
-    return hashed.hexdigest()
-
-
-def _feed(hashed: xxhash.xxh3_64, value: Any, above: set[int]) -> None:
-    kind = type(value)
-    hashed.update(kind.__qualname__.encode())
-    if isinstance(value, torch.Tensor):
-        plain = local_of(value).detach()
-        hashed.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        if not problem_of(plain):
-            hashed.update(staged_bytes(plain))
-        elif plain.layout is not torch.strided and not plain.is_meta:
-            hashed.update(staged_bytes(plain.to_dense()))
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        hashed.update(f"{value.dtype}{value.shape}".encode())
-        hashed.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, bytes | bytearray | memoryview):
-        hashed.update(value)
-    elif isinstance(value, Place):
-        hashed.update(
-            f"{value.path} {value.kind.partition(WHICH)[0]}".encode()
-        )  # without what is of this process alone
-    elif isinstance(value, float | complex | int | str) or value is None:
-        hashed.update(repr(value).encode())
-    elif id(value) in above:
-        hashed.update(b"itself")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _feed(hashed, key, above | {id(value)})
-            _feed(hashed, item, above | {id(value)})
-    elif isinstance(value, set | frozenset):
-        hashed.update("".join(sorted(map(digest, value))).encode())
-    elif isinstance(value, list | tuple) or kind.__name__ == "deque":
-        hashed.update(str(len(value)).encode())
-        for item in value:
-            _feed(hashed, item, above | {id(value)})
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            _feed(hashed, getattr(value, one.name, None), above | {id(value)})
-    elif is_storable(value):
-        hashed.update(repr(value).encode())
+        return Place(told.path if paths else "", told.kind.partition(WHICH)[0])
+    if kind in DICTS:
+        made = told.copy()
+        for key, item in told.items():
+            made[key] = _of_any_process(item, paths)
+        return made
+    return kind(_of_any_process(item, paths) for item in told) if kind in (list, tuple, deque) else told
 
 
 WAIT_S = 20.0
