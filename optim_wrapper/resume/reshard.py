@@ -32,7 +32,7 @@ from lastwords.checkpoint.reshard.saved_state import (
 )
 from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.joined_optimizer import optimizer_kind
-from lastwords.optim_wrapper.state.state_view import Names, UnitView
+from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.sharding.dtensor import is_dtensor, local_of, placements_to_json
 from lastwords.sharding.pieces import Members, UnitTable
 
@@ -105,10 +105,10 @@ class Resharded:
         self._path = path
         self._saved = join(units, copies=copies)
 
-    def unit(self, view: UnitView, unit: str, names: Names) -> VirtualUnit:
-        """What `unit` would be in this layout; `names` are its members, as `view.names()` gives them."""
-        making = _Making(unit, self._saved, view)
-        saved = self._saved
+    def unit(self, view: UnitView) -> VirtualUnit:
+        """What the view's unit would be in a checkpoint of this layout."""
+        names, saved = view.names(), self._saved
+        making = _Making(saved, view)
         parameters = {}
         for name, parameter in names.parameters.items():
             if name in saved.parameters:
@@ -224,9 +224,8 @@ class Resharded:
 class _Making:
     """A virtual unit while it is put together."""
 
-    def __init__(self, unit: str, saved: SavedState, view: UnitView) -> None:
+    def __init__(self, saved: SavedState, view: UnitView) -> None:
         self.view = view
-        self._unit = unit
         self._saved = saved
         self.alike: set[str] = set()
         """Names of tensors that have the saved form here."""
@@ -236,7 +235,7 @@ class _Making:
 
     def called(self, name: str) -> str:
         """A tensor's name in this unit."""
-        return f"unit/{self._unit}/{name}"
+        return f"unit/{self.view.unit}/{name}"
 
     def add(self, spec: TensorSpec, box: Box, divided: Divided) -> None:
         self.specs.append(spec)
@@ -249,6 +248,6 @@ class _Making:
 
     def copied(self, tree: Tree, name_of: Callable[[str], str]) -> Tree:
         """The same tree under other names, its tensors as they are."""
-        for leaf in leaves(tree, self._unit):
+        for leaf in leaves(tree, self.view.unit):
             self.add_whole(self._saved.tensors[leaf["tensor"]], name_of(leaf["tensor"]))
-        return renamed(tree, name_of, self._unit)
+        return renamed(tree, name_of, self.view.unit)

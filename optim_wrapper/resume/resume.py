@@ -43,9 +43,9 @@ from lastwords.optim_wrapper.resume.facts import changed
 from lastwords.optim_wrapper.resume.reshard import fits_as_it_is
 from lastwords.optim_wrapper.resume.resume_choice import OwnJobs, all_or_none, begun_of, open_chosen, refuse_later_start
 from lastwords.optim_wrapper.resume.resume_elsewhere import (
-    ForeignWeights,
     Resharding,
     Survey,
+    of_weights,
     own_or_stand_in,
     places_of,
     reason_of,
@@ -362,8 +362,8 @@ def _restore_units(
                 RestorePlan(view, entries[unit].tensors, entries[unit].meta) for unit, view in units.views.items()
             ]
         plans += [
-            ForeignWeights(recorder.view, unit, members.parameters, entries[unit].tensors, entries[unit].meta)
-            for unit, members in units.table.reads.items()
+            RestorePlan(view, entries[unit].tensors, of_weights(entries[unit].meta))
+            for unit, view in units.foreign.items()
         ]
     for plan in plans:
         into |= dict.fromkeys(plan.tensor_names, plan.into)
@@ -377,7 +377,7 @@ def _restore_units(
         reasons.append("optimizer state that is not stored by parameter and name is not restored on a different layout")
     if surveyed is not None or not units.pure:
         groups = recorder.view.optimizer.param_groups
-        used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.table.reads]
+        used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.foreign]
         reasons += plain_values.align(groups, entries, used)
     recorder.extras.restore(of_extras.meta.extras, extras.read, overwriting)
 

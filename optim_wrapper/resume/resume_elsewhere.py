@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,85 +26,31 @@ import xxhash
 from lastwords.checkpoint.boxes import Box, overlap
 from lastwords.checkpoint.entries import Cause, Reason
 from lastwords.checkpoint.format import TensorSpec
-from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.load import Checkpoint
 from lastwords.checkpoint.manifest import Manifest
-from lastwords.checkpoint.meta import Tree, UnitMeta
+from lastwords.checkpoint.meta import UnitMeta
 from lastwords.checkpoint.reshard.saved_state import SavedUnit, units_of
 from lastwords.checkpoint.slice_reader import SliceReader, Target
-from lastwords.errors import FormatError, MismatchError, counted, some
+from lastwords.errors import MismatchError, counted, some
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.resume.reshard import Resharded, VirtualUnit
-from lastwords.optim_wrapper.resume.state_restore import (
-    Reading,
-    RestorePlan,
-    fill_group,
-    mismatch_text,
-    saved_and_here,
-    stored_shape,
-)
-from lastwords.optim_wrapper.state.state_view import Names, UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import dtype_name, dtype_named
-from lastwords.optim_wrapper.tensors.tensor_tree import tensor_nodes
+from lastwords.optim_wrapper.resume.state_restore import RestorePlan
 from lastwords.processor.box_layout import RegionCopy
 from lastwords.sharding.agree import STORE_WAIT_S
-from lastwords.sharding.pieces import Members
 from lastwords.vocabulary import UNIT_REPLICATED
 
-# Weights that a rank has although other ranks hold their unit.
-#
-# ZeroRedundancyOptimizer's owners bring everybody's weights up to date in `step()`, but the first forward pass of a
-# resumed run comes before it. A rank may own no parameter of a group, and yet shows its hyperparameters to schedulers.
 
+def of_weights(meta: UnitMeta) -> UnitMeta:
+    """Of a unit that other ranks hold, what this one needs: weights, and the hyperparameters of their groups.
 
-class ForeignWeights(Reading):
-    """Those weights out of the file of the unit that has them, and the hyperparameters of their groups.
-
-    Used like a `RestorePlan`. Raises MismatchError where the saved weights are of another form.
+    ZeroRedundancyOptimizer's owners bring everybody's weights up to date in `step()`, but the first forward pass of a
+    resumed run comes before it. A rank may own no parameter of a group, and yet shows its hyperparameters to
+    schedulers.
     """
-
-    def __init__(
-        self, view: UnitView, unit: str, names: Iterable[str], specs: Iterable[TensorSpec], meta: UnitMeta
-    ) -> None:
-        super().__init__()
-        every = view.all_names()
-        here = every.parameters
-        saved = {spec.name: spec for spec in specs}
-        missing, different = [], {}
-        for name in names:
-            stored = unit_tensor_name(unit, "model", name)
-            if stored not in saved:
-                missing.append(name)
-            elif not view.same_part(saved[stored], name, here[name]):
-                live = view.spec_of(stored, name, here[name])
-                different[name] = saved_and_here(saved[stored], dtype_name(here[name].dtype), live, here[name])
-            else:
-                self._targets[stored] = here[name]
-        if missing or different:
-            raise MismatchError(
-                mismatch_text(type(view.model).__name__, missing, [], different), missing=missing, different=different
-            )
-        self._groups: list[tuple[dict[str, Any], Tree]] = []
-        number_of = {name: number for number, group in enumerate(every.groups) for name in group}
-        for group_names, tree in zip(meta.group_parameters, meta.groups, strict=True):
-            number = number_of.get(group_names[0]) if group_names else None
-            group = None if number is None else view.optimizer.param_groups[number]
-            if group is not None:
-                self._groups.append((group, tree))
-                for stored, leaf in tensor_nodes(tree, "hyperparameters").items():
-                    if stored not in saved:
-                        raise FormatError(f"the unit's JSON names the tensor {stored!r}, but it is not in the file")
-                    shape = stored_shape(saved[stored], leaf["dtype"])
-                    self._targets[stored] = torch.empty(shape, dtype=dtype_named(leaf["dtype"]))
-
-    def commit(self) -> None:
-        """After everything has been read: what could not be read in place, and hyperparameters."""
-        super().commit()
-        for group, tree in self._groups:
-            fill_group(group, tree, self._targets, "hyperparameters")
+    return replace(meta, buffers={}, absent_buffers=(), optimizer_state={}, optimizer_own=(), shared={}, left_out=())
 
 
 # What a rank that resumes in another layout has to know of a checkpoint: one look at each unit, and few are kept.
@@ -158,21 +103,15 @@ def survey(path: Path, manifest: Manifest, wanted: Places) -> Survey:
 def places_of(recorder: StepRecorder) -> Places:
     """Everything that a rank holds or reads."""
     found: Places = {}
-    for unit, view in recorder.units.views.items():
-        _add_places(found, view, view.names(), unit)
-    for unit, members in recorder.units.table.reads.items():
-        names = recorder.view.part(unit, Members(members.parameters), ()).names()
-        _add_places(found, recorder.view, names, unit)
+    for view in (*recorder.units.views.values(), *recorder.units.foreign.values()):
+        names = view.names()
+        tensors: list[tuple[str, torch.Tensor | None]] = [*names.parameters.items()]
+        tensors += [(name, names.buffers.get(name)) for name in names.owners]
+        for name, tensor in tensors:
+            spec = None if tensor is None else view.spec_of(f"unit/{view.unit}/model/{name}", name, tensor)
+            place = None if spec is None else (Box(spec.offsets, spec.shape), spec.global_shape)
+            found.setdefault(name, []).append(place)
     return found
-
-
-def _add_places(found: Places, view: UnitView, names: Names, unit: str) -> None:
-    tensors: list[tuple[str, torch.Tensor | None]] = [*names.parameters.items()]
-    tensors += [(name, names.buffers.get(name)) for name in names.owners]
-    for name, tensor in tensors:
-        spec = None if tensor is None else view.spec_of(f"unit/{unit}/model/{name}", name, tensor)
-        place = None if spec is None else (Box(spec.offsets, spec.shape), spec.global_shape)
-        found.setdefault(name, []).append(place)
 
 
 def _is_wanted(unit: SavedUnit, wanted: Places, seen: set[str]) -> bool:
@@ -231,15 +170,12 @@ class Resharding:
     def __init__(self, checkpoint: Checkpoint, recorder: StepRecorder, found: Survey) -> None:
         self._checkpoint = checkpoint
         saved = Resharded(checkpoint.path, found.units, copies=checkpoint.manifest.moved)
-        self._plans: list[tuple[Reading, VirtualUnit]] = []
-        for unit, view in recorder.units.views.items():
-            virtual = saved.unit(view, unit, view.names())
-            self._plans.append((RestorePlan(view, virtual.tensors, virtual.meta), virtual))
-        for unit, members in recorder.units.table.reads.items():
-            others = recorder.view.part(unit, Members(members.parameters), ()).names()
-            virtual = saved.unit(recorder.view, unit, others)
-            foreign = ForeignWeights(recorder.view, unit, members.parameters, virtual.tensors, virtual.meta)
-            self._plans.append((foreign, virtual))
+        self._plans: list[tuple[RestorePlan, VirtualUnit]] = []
+        units = recorder.units
+        for unit, view in {**units.views, **units.foreign}.items():
+            virtual = saved.unit(view)
+            meta = virtual.meta if unit in units.views else of_weights(virtual.meta)
+            self._plans.append((RestorePlan(view, virtual.tensors, meta), virtual))
 
     def read(self) -> int:
         """Overwrites the weights; returns the bytes that were read. If it raises, the model holds rubbish."""

@@ -113,7 +113,7 @@ class RestorePlan(Reading):
         self._check_optimizer(names, different)
         if missing or extra or different:
             raise MismatchError(
-                mismatch_text(type(self._view.model).__name__, missing, extra, different),
+                _mismatch_text(type(self._view.model).__name__, missing, extra, different),
                 missing=missing,
                 extra=extra,
                 different=different,
@@ -144,7 +144,7 @@ class RestorePlan(Reading):
             elif free:
                 self._make_buffer(names.owners[name], name, stored)
             else:
-                different[name] = saved_and_here(spec, saved[name], self._view.spec_of(stored, name, tensor), tensor)
+                different[name] = _saved_and_here(spec, saved[name], self._view.spec_of(stored, name, tensor), tensor)
         known = {*here, *names.aliases, *excluded}
         for name in [name for name in saved if name not in known]:
             comes = name in {*meta.volatile_buffers, *meta.reshaped_buffers}
@@ -280,7 +280,7 @@ class RestorePlan(Reading):
             state[key] = value
         for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
-            fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
+            _fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
 
     def _target_of(self, node: Tree) -> torch.Tensor:
         return self._targets[node["tensor"]]
@@ -301,7 +301,7 @@ class RestorePlan(Reading):
                 restored[parameters[name]][key] = there[key]
 
 
-def fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+def _fill_group(group: dict[str, Any], tree: Tree, tensors: Mapping[str, torch.Tensor], where: str) -> None:
     """Put stored hyperparameters into a param group."""
     for key, value in put_together(tree, lambda node: tensors[node["tensor"]], where).items():
         current = group.get(key)
@@ -318,7 +318,7 @@ def stored_shape(spec: TensorSpec, dtype: str) -> tuple[int, ...]:
     return spec.shape if probe.shape == () else spec.shape[:-1]
 
 
-def saved_and_here(spec: TensorSpec, dtype: str, here: TensorSpec, tensor: torch.Tensor) -> str:
+def _saved_and_here(spec: TensorSpec, dtype: str, here: TensorSpec, tensor: torch.Tensor) -> str:
     """How a stored tensor and the live one, which would be stored as `here`, differ in form."""
     was, now = stored_shape(spec, dtype), tuple(local_of(tensor).shape)
     text = f"saved {dtype} {was}, here {dtype_name(tensor.dtype)} {now}"
@@ -334,7 +334,7 @@ def _tied(name: str | None) -> str:
     return "not tied" if name is None else f"tied to {name}"
 
 
-def mismatch_text(model: str, missing: list[str], extra: list[str], different: dict[str, str]) -> str:
+def _mismatch_text(model: str, missing: list[str], extra: list[str], different: dict[str, str]) -> str:
     """What a MismatchError says."""
 
     parts = []

@@ -27,8 +27,9 @@ LOOK_EVERY_STEPS = 32
 class RankUnits:
     """Views of this rank's units, and the proof that its tensors are still those that were agreed.
 
-    views: unit -> its state. pure: every rank holds everything. All methods belong to the training thread, except
-    that `check_layout` and the views may be used by any.
+    views: unit -> its state. foreign: unit of other ranks -> what of it this one reads on a resume. pure: every rank
+    holds everything. All methods belong to the training thread, except that `check_layout` and the views may be used by
+    any.
     """
 
     def __init__(self, view: UnitView, table: UnitTable, pieces: Sequence[Piece], declared: Sequence[Unit], rank: int):
@@ -45,6 +46,7 @@ class RankUnits:
         self.views: Mapping[str, UnitView] = dict.fromkeys(table.mine, view)
         if not table.pure:
             self.views = {unit: view.part(unit, members, table.units[unit]) for unit, members in table.mine.items()}
+        self.foreign = {unit: view.part(unit, members, ()) for unit, members in table.reads.items()}
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,8 +27,7 @@ from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume.resume import resume_from
-from lastwords.optim_wrapper.resume.resume_elsewhere import ForeignWeights
-from lastwords.optim_wrapper.state.rank_units import LOOK_EVERY_STEPS
+from lastwords.optim_wrapper.state.rank_units import LOOK_EVERY_STEPS, RankUnits
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
 from lastwords.processor.box_layout import SlotKind
@@ -210,7 +209,7 @@ def test_a_unit_without_its_optimizer_state_is_noticed(tmp_path: Path) -> None:
 
 def test_zero_needs_the_weights_of_the_other_partitions(tmp_path: Path) -> None:
     def body(rank: int) -> dict[str, Any]:
-        ForeignWeights.tensor_names = property(lambda self: [])  # type: ignore[assignment, method-assign]
+        RankUnits.foreign = property(lambda self: {}, lambda self, views: None)  # type: ignore[assignment]
         return round_trip("zero1 halves", tmp_path / "ckpt")
 
     for answer in on_ranks(body, tmp_path):

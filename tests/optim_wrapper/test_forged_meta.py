@@ -100,7 +100,7 @@ class Live:
         units = _Units(self)
         surveyed = survey(checkpoint.path, manifest, places_of(units))  # type: ignore[arg-type]
         resharded = Resharded(checkpoint.path, surveyed.units, copies=manifest.moved)
-        resharded.unit(self.view, "replicated", self.view.names())
+        resharded.unit(self.view)
         _restore_units(checkpoint, units, frozenset(), [], surveyed)  # type: ignore[arg-type]
         inline = manifest.locals[0].document.extras_inline("slot") if 0 in manifest.locals else None
         if inline is not None:
@@ -113,7 +113,7 @@ class _Units:
 
     def __init__(self, live: Live) -> None:
         self.units, self.view, self.extras = self, live.view, live.extras
-        self.views, self.pure = {"replicated": live.view}, True
+        self.views, self.foreign, self.pure = {"replicated": live.view}, {}, True
         self.table = UnitTable({"replicated": (0,)}, {"replicated": Members()}, {})
 
     def exclude_buffers(self, names: frozenset[str]) -> None:
