@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lastwords.controller.events import NewestKnown
 from lastwords.controller.words import newest_text
+from tests.sim.followed_world import FollowedWorld
 from tests.sim.job import Job
 from tests.sim.ledger import Ledger
 from tests.sim.periodic_schedule import Behind
@@ -91,3 +92,24 @@ def _nothing_else(job: Job, record: Record) -> Iterator[str]:
         is_due = every and step % every == 0
         if not is_due and not any(before <= after_step <= step for _, after_step in record.wanted):
             yield f"nobody wanted one of step {step}, step {before} having one; wanted: {record.wanted}"
+
+
+STEPS_UNTIL_ONE_IS_DUE = 8
+
+
+def checkpoints_go_on(world: FollowedWorld) -> list[str]:
+    """Where nothing else goes wrong, periodic checkpoints come after the controller was killed, as before."""
+    job, every = world.job, world.job.schedule.steps
+    if not every or not world.followed_s:
+        return []
+    followed_s, ended = world.followed_s[-1]
+    left = job.steps - ended
+    if left < 2 * every + STEPS_UNTIL_ONE_IS_DUE or world.ledger.controller_killed:
+        return []
+    record = world.record
+    late = [attempt for attempt, (_, ordered_s) in record.ordered.items() if ordered_s > followed_s]
+    if record.missed & set(late) or record.busy & set(late):
+        return []  # the next one is further ahead
+    if any(published_s > followed_s for published_s in record.published.values()):
+        return []
+    return [f"checkpoints_go_on: none came in the {left} steps after another controller had begun"]

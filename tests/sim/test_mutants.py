@@ -8,11 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from lastwords.controller import core as controller_core
-from tests.sim.checkers import complaints
 from tests.sim.mutants import MUTANTS
-from tests.sim.run import command
-from tests.sim.schedule import COPIES_FROM, draw
-from tests.sim.timed import TimedWorld
+from tests.sim.run import command, replay
+from tests.sim.schedule import COPIES_FROM
 
 SEEDS_MAX = 8000
 """The shipped cores pass far more; the rarest of the broken rules shows once in about a thousand."""
@@ -22,8 +20,7 @@ def _first_caught(name: str, seeds: Iterable[int]) -> tuple[int, str] | None:
     mutant = MUTANTS[name]
     with mutant.applied():
         for seed in seeds:
-            plan = draw(seed)
-            for text in complaints(plan.job, TimedWorld(plan).run()):
+            for text in replay(seed)[0]:
                 if text.split(":")[0] in mutant.caught_by:
                     return seed, text
     return None
@@ -40,8 +37,7 @@ def test_a_broken_rule_is_caught(name: str, capsys: pytest.CaptureFixture[str]) 
     seed, text = caught
     with capsys.disabled():
         print(f"\n  {MUTANTS[name].rule}: {text[:110]} ({command(seed, mutant=name)})")
-    plan = draw(seed)
-    assert complaints(plan.job, TimedWorld(plan).run()) == [], "the schedule is caught, not the broken rule"
+    assert replay(seed)[0] == [], "the schedule is caught, not the broken rule"
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sim import coverage
-from tests.sim.campaign import Summary, run_all, run_some, table
-from tests.sim.run import command
+from tests.sim.run import Seen, Setting, assert_clean, run_all, run_some
 from tests.sim.schedule import COPIES_FROM
 from tests.sim.world import At
 
@@ -52,11 +51,10 @@ STAGES = {
 
 
 @pytest.fixture(scope="module")
-def deadly() -> Summary:
-    summary = run_all(1, SCHEDULES, with_death=True)
-    for seed in RARE:
-        summary.add(run_some(seed, seed + 1, with_death=True))
-    return summary
+def deadly() -> Seen:
+    seen = run_all(1, SCHEDULES)
+    seen.add(run_some(RARE, watched=True))
+    return seen
 
 
 def _say(capsys: pytest.CaptureFixture[str], text: str) -> None:
@@ -64,67 +62,61 @@ def _say(capsys: pytest.CaptureFixture[str], text: str) -> None:
         print(text)
 
 
-def _too_rare(summary: Summary, wanted: dict[str, int]) -> list[str]:
-    return [name for name, least in wanted.items() if summary.deaths[name] < least * summary.schedules // CAMPAIGN]
+def _too_rare(seen: Seen, wanted: dict[str, int]) -> list[str]:
+    return [name for name, least in wanted.items() if seen.deaths[name] < least * seen.schedules // CAMPAIGN]
 
 
-def _assert_clean(summary: Summary) -> None:
-    assert not summary.failures, "\n".join(f"{text}\n    replay: {command(seed)}" for seed, text in summary.failures)
+def test_no_random_schedule_breaks_an_invariant(deadly: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    _say(capsys, f"\n{deadly.schedules} schedules, {deadly.counts['with_death']} with deaths in a step or an incident")
+    _say(capsys, f"  endings: {dict(deadly.endings)}")
+    assert_clean(deadly)
 
 
-def test_no_random_schedule_breaks_an_invariant(deadly: Summary, capsys: pytest.CaptureFixture[str]) -> None:
-    _say(capsys, f"\n{deadly.schedules} schedules, {deadly.with_death} with deaths in a step or an incident")
-    _say(capsys, f"  endings: {table(deadly.endings, sorted(deadly.endings))}")
-    _assert_clean(deadly)
+def test_enough_schedules_have_a_death_that_overlaps_a_step_or_an_incident(deadly: Seen) -> None:
+    assert deadly.counts["with_death"] >= WITH_DEATH_MIN * SCHEDULES // CAMPAIGN
 
 
-def test_enough_schedules_have_a_death_that_overlaps_a_step_or_an_incident(deadly: Summary) -> None:
-    assert deadly.with_death >= WITH_DEATH_MIN * SCHEDULES // CAMPAIGN
-
-
-def test_deaths_hit_every_phase_of_a_step(deadly: Summary, capsys: pytest.CaptureFixture[str]) -> None:
-    _say(capsys, f"\n  deaths {table(deadly.deaths, list(PLACES))}")
+def test_deaths_hit_every_phase_of_a_step(deadly: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    _say(capsys, f"\n  deaths {dict(deadly.deaths)}")
     assert _too_rare(deadly, PLACES) == []
 
 
-def test_deaths_hit_every_stage_of_an_incident(deadly: Summary, capsys: pytest.CaptureFixture[str]) -> None:
-    _say(capsys, f"\n  deaths {table(deadly.deaths, list(STAGES))}")
+def test_deaths_hit_every_stage_of_an_incident(deadly: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    _say(capsys, f"\n  deaths {dict(deadly.deaths)}")
     assert _too_rare(deadly, STAGES) == []
 
 
-def test_every_transition_of_the_processors_table_is_covered(deadly: Summary) -> None:
+def test_every_transition_of_the_processors_table_is_covered(deadly: Seen) -> None:
     assert coverage.WANTED_PHASES - deadly.phases == set()
     assert deadly.phases - coverage.WANTED_PHASES == set(), "a transition that the table does not have"
 
 
-def test_every_transition_of_the_controllers_states_is_covered(deadly: Summary) -> None:
+def test_every_transition_of_the_controllers_states_is_covered(deadly: Seen) -> None:
     assert coverage.WANTED_STATES - deadly.states == set()
     assert deadly.states - coverage.WANTED_STATES == set(), "a transition that the picture does not have"
 
 
 def test_no_schedule_without_a_death_breaks_an_invariant() -> None:
     """False alarms, signals, exceptions, early leaves. Only a rank that is told to proceed may still be killed."""
-    summary = run_all(1, WITHOUT_DEATH, with_death=False)
-    failed = [f"{text}\n    replay: {command(seed, with_death=False)}" for seed, text in summary.failures]
-    assert not failed, "\n".join(failed)
-    assert summary.with_death == summary.deaths["during proceeding"] <= WITHOUT_DEATH // 100
-    assert summary.endings["released"] > WITHOUT_DEATH // 10, "too few jobs have trained to their end"
+    setting = Setting(with_death=False)
+    seen = run_all(1, WITHOUT_DEATH, setting)
+    assert_clean(seen, setting)
+    assert seen.counts["with_death"] == seen.deaths["during proceeding"] <= WITHOUT_DEATH // 100
+    assert seen.endings["released"] > WITHOUT_DEATH // 10, "too few jobs have trained to their end"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_no_schedule_of_a_long_campaign_breaks_an_invariant() -> None:
-    summary = run_all(1_000_000, 300_000, with_death=True)
-    _assert_clean(summary)
-    assert _too_rare(summary, {**PLACES, **STAGES}) == []
-    assert coverage.WANTED_STATES - summary.states == set()
+    seen = run_all(1_000_000, 300_000)
+    assert_clean(seen)
+    assert _too_rare(seen, {**PLACES, **STAGES}) == []
+    assert coverage.WANTED_STATES - seen.states == set()
 
 
 def test_no_schedule_of_a_job_with_whole_copies_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank alone holds a part, so whatever is saved after a death is from a copy."""
-    summary = run_all(COPIES_FROM, 600, with_death=True)
-    _say(
-        capsys, f"\n{summary.schedules} schedules with whole copies: {table(summary.endings, sorted(summary.endings))}"
-    )
-    _assert_clean(summary)
-    assert summary.endings["saved"]
+    seen = run_all(COPIES_FROM, 600)
+    _say(capsys, f"\n{seen.schedules} schedules with whole copies: {dict(seen.endings)}")
+    assert_clean(seen)
+    assert seen.endings["saved"]
