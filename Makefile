@@ -47,7 +47,7 @@ MODE ?= kill,heal
 LAYOUT ?= tp
 TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
-  kills exactness sharded_kills layouts ddp_buckets ddp_kills ddp_wherever negative_controls own_loop dcp))
+  kills exactness sharded_kills layouts ddp_buckets ddp_wherever negative_controls own_loop dcp))
 
 .PHONY: install venv screenshots demo demo-parallel demo-heal demo-recover demo-elastic test test-ci test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
@@ -192,7 +192,7 @@ bench-month: $(READY)
 
 # The other systems are in an environment of their own, beside the same torch.
 ci-frameworks: .venv-frameworks/.ready
-	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest -m slow --timeout 7200 tests/frameworks tests/launcher/test_trainers.py tests/integration/test_frameworks.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest -m slow --timeout 7200 tests/frameworks $(ARGS)
 
 .venv-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)

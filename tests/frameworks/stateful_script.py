@@ -1,4 +1,7 @@
-"""A loop over torchdata's StatefulDataLoader, as a user has it, with `tft.steps(loader)` and no word of the loader."""
+"""A loop over torchdata's StatefulDataLoader, as a user has it, with `tft.steps(loader)` and no word of the loader.
+
+With "beside" the loader is a local extra, and with "own" the loop is the user's own.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,21 @@ def loader() -> Any:
     return StatefulDataLoader(points, sampler=sampler, **more)
 
 
+def own_loop(data: Any, tft: Any, point: Any) -> Iterator[torch.Tensor]:
+    """Of a user's own: the loader's state, which is handed over, says where an epoch goes on."""
+    epoch, done = (1, 0) if point is None else (point.epoch, point.step)
+    while epoch <= EPOCHS:
+        data.sampler.set_epoch(epoch - 1)
+        batches = iter(data)
+        if done:
+            tft.step_begin()
+        for batch in batches:
+            done += 1
+            yield batch
+            tft.step_end(epoch, done)
+        epoch, done = epoch + 1, 0
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(7)
@@ -87,7 +105,10 @@ def main() -> None:
 
             whole = Run.resume_at.fget
             Run.resume_at = property(lambda run: (at := whole(run)) and replace(at, restore_epoch_start=lambda: None))
-        tft = lastwords.protect(DIRECTORY / "ckpt", model=model, optimizer=optimizer, in_place=True)
+        beside = {"data": data} if "beside" in CASE else {}
+        tft = lastwords.protect(
+            DIRECTORY / "ckpt", model=model, optimizer=optimizer, local_extras=beside, in_place=True
+        )
     with tft or contextlib.nullcontext():
         if tft is not None:
             point = tft.resume(missing_ok=True)
@@ -95,7 +116,10 @@ def main() -> None:
         for epoch in [None] if tft is not None else range(EPOCHS):
             if epoch is not None and "stream" not in CASE and "shuffle" not in CASE:
                 data.sampler.set_epoch(epoch)
-            for batch in (one[-1] for one in tft.steps(data, EPOCHS)) if tft is not None else data:
+            found: Any = data
+            if tft is not None:
+                found = own_loop(data, tft, point) if "own" in CASE else (one[-1] for one in tft.steps(data, EPOCHS))
+            for batch in found:
                 step += 1
                 die(step, "fetched")
                 loss = model(batch).square().mean()

@@ -87,7 +87,7 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """A job, in this directory. more: of its environment."""
     directory.mkdir(exist_ok=True)
-    flags = ["--auto"] * ("AUTO" in more)
+    flags = [*["--auto"] * ("AUTO" in more), *["--preload", more.get("PRELOAD", "")] * ("PRELOAD" in more)]
     ranks = ["--standalone", "--nproc-per-node", str(THREE if "three" in case else RANKS)]
     arguments = [script or script_of(library), directory, *deaths]
     return subprocess.run(
