@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.integration.kills import Kill
 from tests.integration.parallel_layouts import groups, partners
 from tests.integration.plan import Fault, Layout
 
@@ -18,28 +19,16 @@ WHOLE_UPDATE = ("after_update", "end")
 
 
 @dataclass(frozen=True)
-class ShardedKill:
-    """kill -9 of `victims`, all within a fraction of a millisecond, when the last of them comes by `phase`.
+class ShardedKill(Kill):
+    """The same in a job with a gate.
 
-    survivors: what the others do meanwhile.
-    "free":   they run on as they can.
-    "ahead":  one of them has finished the step before the victims die.
+    survivors, where it differs:
     "behind": they do not see that the gate is passed, so they have final gradients and have not updated.
-    "split":  one has finished the step, the others are as in "behind": whoever of them is the only holder of something
-              has to proceed.
+    "split":  whoever of those that are held is the only holder of something has to proceed.
     """
-
-    phase: str
-    step: int
-    victims: tuple[int, ...]
-    survivors: str = "free"
 
     def __post_init__(self) -> None:
         assert self.survivors in ("free", "ahead", "behind", "split")
-
-    def survivor_ranks(self, layout: Layout) -> list[int]:
-        """Ranks that are not killed."""
-        return [rank for rank in range(layout.world_size) if rank not in self.victims]
 
     def ahead_rank(self, layout: Layout) -> int | None:
         """The survivor that can finish the step while the victims stand at their phase; None if there is none."""
@@ -125,14 +114,5 @@ class ShardedKill:
             return {self.step}
         return {self.step - 1, self.step}
 
-    def is_exact(self, layout: Layout, step: int) -> bool:
-        """Whether the last words of `step` make an exact resume; see `Kill.is_exact`."""
-        cut_off = layout.log_reduce == "before" and self.phase not in ("logged", "end")
-        return not (layout.scheduler and step == self.step == 1 and cut_off)
-
     def _is_skipped(self, layout: Layout) -> bool:
         return layout.inf_steps is not None and self.step in layout.inf_steps
-
-    def __str__(self) -> str:
-        victims = "+".join(map(str, self.victims))
-        return f"{self.phase}-step{self.step}-rank{victims}-{self.survivors}"

@@ -18,7 +18,6 @@ from typing import Any
 from tests.integration.compare import Difference, Track, differing, first_difference, resumed_difference
 from tests.integration.harness import Cluster, Job, Port, with_texts
 from tests.integration.kills import Kill
-from tests.integration.parallel_kills import ShardedKill
 from tests.integration.plan import Fault, Layout, Plan
 from tests.integration.zygote import AGENTS
 
@@ -210,7 +209,7 @@ class Rig:
 
     # ------------------------------------------------------------------ what must hold
 
-    def die(self, layout: Layout, kill: Kill | ShardedKill, **settings: Any) -> tuple[Launch, int]:
+    def die(self, layout: Layout, kill: Kill, **settings: Any) -> tuple[Launch, int]:
         """Launch, kill, and check everything about the last words; returns the launch and N (0: nothing to save)."""
         launch = self.launch(layout, faults=kill.faults(layout), **settings)
         launch.finish()
@@ -219,7 +218,7 @@ class Rig:
         expected = {step - step % every for step in kill.steps_expected(layout)}
         return launch, self.check_last_words(launch, kill.victims, expected, exact=exact)
 
-    def died(self, layout: Layout, kill: Kill | ShardedKill) -> tuple[Launch, int]:
+    def died(self, layout: Layout, kill: Kill) -> tuple[Launch, int]:
         """The same, once for all tests of this process that need its checkpoint: each gets a copy of its own."""
         place = self.references / f"killed-{os.getpid()}" / f"{layout.key}-{kill}"
         if place not in _DEATHS:
@@ -334,7 +333,7 @@ class Rig:
         if self.difference(resumed, step) is None:
             raise resumed.fail("the resume was said to be inexact, but nothing differs")
 
-    def survive(self, layout: Layout, kill: Kill | ShardedKill, **settings: Any) -> int:
+    def survive(self, layout: Layout, kill: Kill, **settings: Any) -> int:
         """The whole story of one death: last words, resume, the same bits. Returns N."""
         killed, step = self.die(layout, kill, **settings)
         if step and kill.is_exact(layout, step):
@@ -343,7 +342,7 @@ class Rig:
             self.check_inexact_resume(killed, step)
         return step
 
-    def heal(self, layout: Layout, kill: Kill | ShardedKill, **settings: Any) -> Launch:
+    def heal(self, layout: Layout, kill: Kill, **settings: Any) -> Launch:
         """Kill under `lastwords run`: all ranks are started again, and every bit is as if nobody had died."""
         launch, difference = self.healed(layout, kill.faults(layout), **settings)
         for rank in range(layout.world_size):
