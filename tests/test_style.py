@@ -67,7 +67,6 @@ BANNED_NAMES = {
 }
 MAY_EXPECT_SENTENCES = (
     "tests/integration/test_bad_input.py",
-    "tests/integration/test_ddp_kills.py",
     "tests/integration/test_ddp_wherever.py",
     "tests/integration/test_early_end.py",
     "tests/integration/test_elastic_runs.py",

@@ -46,7 +46,6 @@ class Job:
         torch.manual_seed(seed)
         self.nets = self.networks()
         self.inner = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in self.nets]
-        self.optimizers: list[Any] = list(self.inner)
         if not self.late:
             self.wrap()
 
@@ -64,11 +63,11 @@ class Job:
         return [p for optimizer in self.inner for group in optimizer.param_groups for p in group["params"]]
 
     def train(self, step: int) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self.inner:
             optimizer.zero_grad()
         for number, model in enumerate(self.called):
             model(batch(step, number)).square().mean().backward()
-        for optimizer in self.optimizers:
+        for optimizer in self.inner:
             optimizer.step()
 
     def bits(self) -> bytes:
@@ -140,38 +139,4 @@ class SharedTrunk(OtherOrder):
         super().wrap()
         own = {id(one) for one in self.nets[0].parameters()}
         rest = [one for one in self.nets[1].parameters() if id(one) not in own]
-        self.inner[1] = self.optimizers[1] = torch.optim.AdamW(rest, lr=0.01)
-
-
-class Feedback:
-    """Error feedback of a communication hook that DDP sees no state of."""
-
-    def __init__(self) -> None:
-        self.errors: dict[int, torch.Tensor] = {}
-
-    def reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        whole = bucket.buffer() / dist.get_world_size()
-        error = self.errors.get(bucket.index())
-        if error is not None and error.shape == whole.shape:
-            whole = whole + error
-        sent = whole.to(torch.bfloat16).to(torch.float32)
-        self.errors[bucket.index()] = whole - sent
-        work: Any = dist.all_reduce(sent, async_op=True)
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
-
-
-Feedback.reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-
-
-class HookedLate(Job):
-    """The hook is registered when the loop begins."""
-
-    def begin(self) -> None:
-        self.called[0].register_comm_hook(None, Feedback().reduce)
-
-
-JOBS: dict[str, type[Job]] = {
-    one.__name__: one
-    for one in (TwoInAModule, TwoAndOneRegistered, TheInnerOne, MadeLater, Replicated, OtherOrder, HookedLate)
-}
+        self.inner[1] = torch.optim.AdamW(rest, lr=0.01)

@@ -62,7 +62,7 @@ class Watched:
         return replay(self.job.registered(), BucketRecord.read(record), self.job.trained)
 
 
-# Of those that are left out of the usual run, a killed job goes on in test_ddp_kills.py.
+# Jobs like these are killed in the zoo: tests/zoo/recipes_ddp.py.
 JOBS = [TwoInAModule, TwoAndOneRegistered, TheInnerOne, MadeLater, Replicated]
 
 

@@ -103,6 +103,23 @@ def buckets_as_they_come() -> None:
     importlib.import_module("lastwords.optim_wrapper.ddp.ddp_buckets").replay = nothing
 
 
+def networks_beside_unseen() -> None:
+    """The model is what was registered, whatever else the optimizers train."""
+    importlib.import_module("lastwords.optim_wrapper.state.state_view").with_those_beside = lambda model, *_: model
+
+
+def own_order_believed() -> None:
+    """Each rank takes the order of its own gradients for that of the sums, which is rank 0's."""
+    order = importlib.import_module("lastwords.optim_wrapper.ddp.ddp_order")
+    order.OrderBoard.exchange = lambda *_: None
+    order.GradientOrder._unconfirmed = lambda *_: ""
+
+
+def hooks_unasked() -> None:
+    """Nobody asks what state a communication hook has."""
+    importlib.import_module("lastwords.optim_wrapper.ddp.ddp_order").hidden_states = nothing
+
+
 def late_moves_as_they_are() -> None:
     """A step that was cut off gives no reason to doubt what moves late in it."""
     importlib.import_module("lastwords.optim_wrapper.capture.source").about_to_change = nothing
@@ -198,6 +215,9 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "gradients of extras": gradients_of_extras_lost,
     "zero_grad now and then": zero_grad_believed,
     "bucket replay": buckets_as_they_come,
+    "networks beside": networks_beside_unseen,
+    "rank 0's order": own_order_believed,
+    "hooks": hooks_unasked,
     "what moves late": late_moves_as_they_are,
     "what others saw move late": others_unasked,
     "own generators": own_generators_unseen,
