@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -278,3 +279,40 @@ class Diffusion(Loop):
         noise = torch.randn(x.shape, generator=self.noise)
         a = self.alphas[t]
         return nn.functional.mse_loss(self.model(a.sqrt() * x + (1 - a).sqrt() * noise), noise)
+
+
+class Jitter:
+    """A schedule whose state says nothing of the generator that it draws from."""
+
+    def __init__(self, rank: int) -> None:
+        self.rng = np.random.RandomState(20 + rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@recipe("gen_extra_own", "generators of the dataset and of an extra, in a loop of one's own", "fwd")
+class ExtraOwnLoop(GeneratorDataset):
+    own_loop = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.extras["jitter"] = self.jitter = Jitter(self.rank)
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return super().loss(x, y) * (1 + 0.1 * self.jitter.rng.rand())
+
+    def plain(self, loader: Any, done: int, ready: Callable[[], None]) -> Iterator[tuple[int, int, Any]]:
+        """What a step is trained on is fetched once it has begun, since the data set draws."""
+        last, first = divmod(done, self.per_epoch)
+        for epoch in range(last, self.epochs):
+            loader.sampler.set_epoch(epoch)
+            batches = iter(loader)
+            if epoch == last:
+                for _ in range(first):
+                    next(batches)
+                ready()
+            for step in range(first if epoch == last else 0, self.per_epoch):
+                yield epoch + 1, step + 1, next(batches)

@@ -46,6 +46,7 @@ SILENT = [
     more("what others saw move late", "prune", "end"),
     ("own generators", "gen_attr", "fwd"),
     more("own generators", "nprng_global", "fwd"),
+    more("own generators", "gen_extra_own", "fwd"),
     more("optimizers' own state", "lookahead", "fwd"),
     more("optimizers' own state", "opt_attr", "bwd"),
     more("state that is taken out", "offload_state", "fwd"),
