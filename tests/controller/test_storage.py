@@ -284,6 +284,27 @@ def test_what_a_late_writer_makes_again_is_removed_at_the_end(answers: Answers) 
     assert not answers.tmp_dir(1).exists()
 
 
+def test_an_attempt_that_is_discarded_meanwhile_does_not_cut_the_release_short(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Found by a random schedule of the shells."""
+    (tmp_path / "fallback").mkdir()
+    answers.jobs.clear_up()
+    answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+    answers.settle()
+    discarded = answers.jobs._discarded
+
+    def discard_another(path: Path) -> None:
+        if len(discarded) < 2:
+            answers.jobs.discard(events.Discard(1, 2, STEP, 0))
+            until(lambda: len(discarded) == 2, "an attempt discarded by the directory's thread")
+
+    monkeypatch.setattr(storage.starts, "discard_own", discard_another)
+    answers.jobs.release()
+    answers.settle()
+    assert not list(tmp_path.rglob(".lastwords-digits-*"))
+
+
 def test_a_hanging_directory_does_not_hold_up_the_other_one(
     answers: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

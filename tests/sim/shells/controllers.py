@@ -40,8 +40,10 @@ class Controllers:
         self._spec = spec
         self._kill = kill
         self._answers = answers
-        self._path = Path()
+        self.path = Path()
         self.processes: list[Process] = []
+        self.beats = 0
+        """Signs of life, of all of them."""
 
     def new(self) -> Process:
         """One more process."""
@@ -53,36 +55,38 @@ class Controllers:
 
     def first(self) -> StateFile:
         """The process that calls this is the first controller."""
-        takeover.hold(self._path.parent)
+        takeover.hold(self.path.parent)
         return self._file(takeover.this_owner())
 
     def follow(self, *, by_hand: bool) -> tuple[StateFile, KeptState]:
         """The process that calls this takes the place of the one that serves, or did; raises as `takeover.follow`."""
-        kept = takeover.follow(self._path, by_hand=by_hand, sleep=self._scheduler.sleep)
+        kept = takeover.follow(self.path, by_hand=by_hand, sleep=self._scheduler.sleep)
         return self._file(takeover.this_owner(kept.owner)), kept
 
     def clear_up(self) -> None:
         """What a controller does that ends by itself."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def _file(self, owner: handover.StateOwner) -> StateFile:
-        return StateFile(self._path, owner, self._spec, "token")
+        return StateFile(self.path, owner, self._spec, "token")
 
     # ------------------------------------------------------------------ the kernel
 
     @contextlib.contextmanager
     def simulated(self, root: Path) -> Iterator[None]:
         """`root`: a real directory for the state file."""
-        self._path = paths.state_path(self._spec.job, self._spec.generation, root=root)
-        self._path.parent.mkdir(mode=0o700)
-        for directory in reversed((self._path.parent, *self._path.parent.parents[:-1])):
+        self.path = paths.state_path(self._spec.job, self._spec.generation, root=root)
+        self.path.parent.mkdir(mode=0o700)
+        for directory in reversed((self.path.parent, *self.path.parent.parents[:-1])):
             with contextlib.suppress(FileExistsError):
                 self._disk.mkdir(directory)
         of_processes = types.SimpleNamespace(runs=self._runs, start_ticks=lambda pid: TICKS)
         system = types.SimpleNamespace(getpid=self._pid, pidfd_open=lambda pid: pid, close=lambda fd: None)
-        signals = types.SimpleNamespace(SIGKILL=9, pidfd_send_signal=lambda pid, _: self._kill(self._process(pid)))
+        signals = types.SimpleNamespace(SIGKILL=9, pidfd_send_signal=lambda pid, _: self._kill(self.process(pid)))
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(handover, "process_id", of_processes))
+            stack.enter_context(mock.patch.object(handover, "beat", self._newest_beat))
+            stack.enter_context(mock.patch.object(StateFile, "beat", self._beat))
             stack.enter_context(mock.patch.object(takeover, "process_id", of_processes))
             stack.enter_context(mock.patch.object(takeover, "os", system))
             stack.enter_context(mock.patch.object(takeover, "signal", signals))
@@ -94,14 +98,20 @@ class Controllers:
                 with contextlib.suppress(Exception):
                     lock.close()
 
+    def _beat(self) -> None:
+        self.beats += 1
+
+    def _newest_beat(self, path: Path) -> int | None:
+        return self.beats if path.exists() else None
+
     def _pid(self) -> int:
         return FIRST_PID + self.processes.index(self._scheduler.current.process)
 
-    def _process(self, pid: int) -> Process:
+    def process(self, pid: int) -> Process:
         return self.processes[pid - FIRST_PID]
 
     def _runs(self, pid: int, start_ticks: int) -> bool:
-        return self._process(pid).lives
+        return self.process(pid).lives
 
     def _query(self, address: str, token: str, *, timeout_s: float, with_ranks: bool) -> Any:
         """Of whoever serves now; a process that is stopped, or has only just begun, does not answer in time."""

@@ -7,21 +7,21 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
-from tests.sim.shells.plan import draw, draw_followed
+from tests.sim.shells.plan import StackPlan, draw, draw_followed
 from tests.sim.shells.stack import Stack
 
 
-def sweep(seeds: Iterable[int], *, followed: bool = False) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """How the jobs of these seeds ended, and what the checkers complain about."""
+def sweep(plans: Iterable[StackPlan]) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """How these jobs ended, with how many controllers that followed another one; and the complaints, by seed."""
     endings: Counter[str] = Counter()
     failures: list[tuple[int, str]] = []
-    for seed in seeds:
-        stack = Stack(draw_followed(seed) if followed else draw(seed))
+    for plan in plans:
+        stack = Stack(plan)
         stack.run()
         outcome = stack.core.outcome
         endings[outcome.kind.value if outcome is not None else "none"] += 1
         endings["followed"] += len(stack.served) - 1
-        failures += [(seed, text) for text in stack.complaints()[:1]]
+        failures += [(plan.seed, text) for text in stack.complaints()[:1]]
     return endings, failures
 
 
@@ -38,12 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--followed", action="store_true", help="the controller is killed or stopped, and followed")
     options = parser.parse_args(arguments)
     followed = options.followed
+    drawn = draw_followed if followed else draw
     if options.count:
-        endings, failures = sweep(range(options.seed, options.seed + options.count), followed=followed)
+        endings, failures = sweep(map(drawn, range(options.seed, options.seed + options.count)))
         sys.stdout.write("".join(f"{command(seed, followed=followed)}\n    {text}\n" for seed, text in failures))
         sys.stdout.write(f"{options.count} schedules, {len(failures)} failed, endings: {dict(endings)}\n")
         return 1 if failures else 0
-    stack = Stack((draw_followed if followed else draw)(options.seed))
+    stack = Stack(drawn(options.seed))
     stack.run()
     bad = stack.complaints()
     lines = [str(stack.plan), *stack.lines, "", *(f"VIOLATED  {text}" for text in bad)]

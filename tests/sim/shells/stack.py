@@ -34,7 +34,7 @@ from lastwords.controller import storage as controller_storage
 from lastwords.controller import takeover
 from lastwords.controller.core import ControllerCore
 from lastwords.controller.events import ControllerOptions, Remember
-from lastwords.controller.handover import ControllerSpec
+from lastwords.controller.handover import ControllerSpec, StateFile
 from lastwords.errors import CheckpointError, ConfigError, GateFailedError, LastWordsError
 from lastwords.optim_wrapper.launch import successor as successor_module
 from lastwords.processor import agent as agent_module
@@ -301,6 +301,7 @@ class Stack:
         self.watch: Watch | None = None
         stops = any(blow.kind in ("stop_controller", "hang_controller") for blow in plan.blows)
         self.following = Following(self) if stops and not plan.followed else None
+        self.keeps = stops or plan.followed  # the state of its controller, and the lock
         self.lines: list[str] = []
         self.misnamed: list[str] = []
         self.misordered: list[str] = []
@@ -330,9 +331,9 @@ class Stack:
                 self.disk.mkdir(FALLBACK)
                 facts, written = OLDER.facts(OLDER_STEP), OLDER.write(FALLBACK, OLDER_STEP, self.disk)
                 publish.publish(FALLBACK, written, facts, self.disk, published_unix_ns=AHEAD_NS)
-            with self.controllers.simulated(Path(directory)) if self.plan.followed else contextlib.nullcontext():
+            with self.controllers.simulated(Path(directory)) if self.keeps else contextlib.nullcontext():
                 scheduler.spawn(self.controller, "loop", self._begin)
-                if not self.plan.followed:
+                if not self.keeps:
                     self._begin_job()
                 self.ledger.crossed_horizon = not scheduler.run(HORIZON_S)
         self.ledger.ended = True
@@ -352,27 +353,27 @@ class Stack:
 
     def _begin(self) -> None:
         """The first controller."""
-        state_file: Any = None
-        if self.following is not None:
-            state_file = self.following.begins(self.controller)
-        elif self.plan.followed:
+        state_file = None
+        if self.keeps:
             state_file = self.controllers.first()
             self._begin_job()
         self.serve(self.controller, state_file)
 
-    def _begin_anew(self) -> None:
-        """Another one, which may find that it is not wanted."""
+    def begin_anew(self, answer: Any) -> None:
+        """Another one, which may find that it is not wanted. answer: for whoever has started it."""
         process = self.scheduler.current.process
         try:
-            state_file, kept = self.controllers.follow(by_hand=self.plan.seed % 2 == 0)
+            state_file, kept = self.controllers.follow(by_hand=self.plan.followed and self.plan.seed % 2 == 0)
         except LastWordsError as error:
             self.tell(process.name, f"does not serve: {error}")
+            answer.error = error
             self.scheduler.leave()
         self.tell(process.name, f"takes the place of the one before: {kept.remembered}")
+        answer.pid = os.getpid()
         self.serve(process, state_file, kept.remembered)
 
-    def serve(self, process: Process, state_file: Any, before: Remember | None = None) -> None:
-        """The main thread of a controller's process. state_file: a `StateFile`, or what stands in for it."""
+    def serve(self, process: Process, state_file: StateFile | None, before: Remember | None = None) -> None:
+        """The main thread of a controller's process."""
         loop = Loop(self.scheduler)
         self.controller = self.wire.controller = process
         self.core = ControllerCore(self.job.world_size, 1, ControllerOptions(), before)
@@ -384,16 +385,14 @@ class Stack:
             self.tell(process.name, f"stops: {reason}")
             if process is self.controller:
                 self.ledger.controller_stopped = True
-            if self.following is not None:
-                self.following.ends()
         finally:
             loop.abandon()
-        if self.plan.followed:
+        if self.keeps:
             self.controllers.clear_up()
         self._part(process)
         self.scheduler.leave()
 
-    async def _shell(self, core: ControllerCore, state_file: Any, before: Remember | None) -> str:
+    async def _shell(self, core: ControllerCore, state_file: StateFile | None, before: Remember | None) -> str:
         listening = controller_server.listen(self._spec)
         shell = controller_server.ControllerShell(*listening, "token", core, state_file=state_file, before=before)
         self.watch = shell._neighbours  # type: ignore[assignment]
@@ -414,7 +413,6 @@ class Stack:
         threading, threads, queue, time = (kind(self.scheduler) for kind in (Threading, Threads, Queue, Time))
         with contextlib.ExitStack() as stack:
             if self.following is not None:
-                stack.enter_context(mock.patch.object(successor_module, "handover", self.following.state_file()))
                 stack.enter_context(mock.patch.object(successor_module, "start_successor", self.following.start))
                 stack.enter_context(mock.patch.object(successor_module, "threading", threading))
                 stack.enter_context(mock.patch.object(successor_module, "threads", threads))
@@ -519,7 +517,7 @@ class Stack:
 
     def _kill_controller(self, blow: Blow) -> None:
         if self.following is not None:
-            self.following.ends()  # what it has kept is lost with it
+            self.controllers.clear_up()  # what it has kept is lost with it
         if self.controller.lives:
             self.kill_process(self.controller)
 
@@ -534,10 +532,13 @@ class Stack:
         self.scheduler.kill(process)
         self.calls.release(process.name)
         self._part(process)
+        if self.following is not None:
+            self.following.killed(process)
 
     def _start_controller(self, blow: Blow) -> None:
         for _ in range(blow.count):
-            self.scheduler.spawn(self.controllers.new(), "loop", self._begin_anew)
+            answer = types.SimpleNamespace()  # nobody waits for it
+            self.scheduler.spawn(self.controllers.new(), "loop", partial(self.begin_anew, answer))
 
     def _stop(self, blow: Blow) -> None:
         """SIGSTOP, and SIGCONT later."""

@@ -30,7 +30,7 @@ def _assert_clean(failures: list[tuple[int, str]]) -> None:
 
 @pytest.mark.ci
 def test_no_random_schedule_of_the_shells_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
-    endings, failures = sweep(range(1, SCHEDULES + 1))
+    endings, failures = sweep(map(draw, range(1, SCHEDULES + 1)))
     with capsys.disabled():
         print(f"\n  {SCHEDULES} schedules of the shells, endings: {dict(endings)}")
     _assert_clean(failures)
