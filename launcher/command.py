@@ -12,9 +12,6 @@ import logging
 import os
 import signal
 import socket
-import struct
-import threading
-import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +29,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from lastwords import descriptors
 from lastwords.controller.timeline import records
-from lastwords.errors import ConfigError, StorageError, is_shortage
+from lastwords.errors import ConfigError, StorageError
 from lastwords.integrations import auto
 from lastwords.launcher.agent import HANDLED, HealingAgent
 from lastwords.launcher.forks import Ahead
@@ -51,56 +48,23 @@ from lastwords.processor.signals import UNHANDLED_STOPS
 
 _log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
-AGAIN_S = 1.0
-
 BACKLOG = 4096
-"""Launchers that may ask a stopped one who it is."""
+"""Launchers that may ask who it is: no connection is ever taken, and each keeps its place."""
 
 UNKNOWN_PID = 0
 """As the kernel has it for a process that cannot be seen from here."""
 
 
-class NameClaim:
-    """Names that this launcher holds until `close`.
-
-    Whoever finds one taken connects, to learn by whom. A thread for each takes these connections: one that is not
-    taken keeps its place in the backlog for ever, and once that is full nobody learns anything.
-    """
-
-    def __init__(self, *held: socket.socket) -> None:
-        self.held = held
-        self._threads = [
-            threading.Thread(target=_take_all, args=(one,), name="lastwords-claim", daemon=True) for one in held
-        ]
-        for thread in self._threads:
-            try:
-                thread.start()
-            except RuntimeError as error:  # no room for a thread; the job is claimed all the same
-                _log.info("another launcher may not learn which process runs this job: %s", error)
-
-    def close(self) -> None:
-        """Another launcher may have the job."""
-        for one in self.held:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # a thread in accept() would keep the name, and sleep on
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(CONNECT_S)
-        for one in self.held:
-            one.close()
-
-
 def claim(
     command: Sequence[str], meeting: Sequence[str], nodes: int, environ: Mapping[str, str] = os.environ
-) -> NameClaim:
-    """Hold this job, if it has a name, until the claim is closed. meeting: which rendezvous this is.
+) -> contextlib.ExitStack:
+    """Hold this job, if it has a name, until what is returned is closed. meeting: which rendezvous this is.
 
     Raises ConfigError where another launcher holds it, unless that is one of so many `nodes` of the same rendezvous.
     """
-    job = environ.get("LASTWORDS_JOB", "")
-    if not job:
-        return NameClaim()
+    held = contextlib.ExitStack()
+    if not (job := environ.get("LASTWORDS_JOB", "")):
+        return held
     name = f"lastwords-{os.getuid()}-{_digest([job, os.getcwd(), *command])}"
     of_meeting = f"{name}-{_digest(meeting)}"
     first = _bind(name)
@@ -108,7 +72,9 @@ def claim(
         raise _refusal(job, _holder(name))
     for node in range(nodes):
         if (place := _bind(f"{of_meeting}-{node}")) is not None:
-            return NameClaim(place) if first is None else NameClaim(first, place)
+            for one in filter(None, (first, place)):
+                held.enter_context(one)
+            return held
     raise _refusal(job, _holder(f"{of_meeting}-0"))
 
 
@@ -138,26 +104,15 @@ def _bind(name: str) -> socket.socket | None:
     return one
 
 
-def _take_all(server: socket.socket) -> None:
-    while True:
-        try:
-            server.accept()[0].close()
-        except OSError as error:
-            if not is_shortage(error):
-                return  # it was shut down
-            time.sleep(AGAIN_S)
-
-
 def _holder(name: str) -> int | None:
     """Its process, UNKNOWN_PID where it does not say; None if nobody has that name."""
     with socket.socket(socket.AF_UNIX) as probe:
-        # A timeout of Python's own would make the socket non-blocking, and a full backlog a failure at once.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(CONNECT_S * 1e6), 10**6)))
+        probe.setblocking(False)
         try:
             probe.connect(f"\0{name}")
         except ConnectionRefusedError:
             return None
-        except OSError:  # it is stopped, and many have asked
+        except BlockingIOError:  # very many have asked
             return UNKNOWN_PID
         return peer(probe)[0]
 
@@ -243,11 +198,8 @@ def _run(argv: Sequence[str], begun: Ahead | None) -> None:
     os.close(process_id.open_pidfd(os.getpid()))  # of no use where that is not allowed
     descriptors.allow(FILES_PER_RANK * config.nproc_per_node + most + FILES_RESERVED, ranks)
     meeting = [config.rdzv_backend, config.rdzv_endpoint, config.run_id]
-    claimed = claim([command, *map(str, command_arguments)], meeting, most)
-    try:
+    with claim([command, *map(str, command_arguments)], meeting, most):
         _launch(config, command, command_arguments, _program(arguments, config, command), begun)
-    finally:
-        claimed.close()
 
 
 @contextmanager
