@@ -60,7 +60,7 @@ def rank_body(rank: int, ranks: int, steps: int, compute_s: float, folder: str) 
         agent.ready()
         if kind == "gate":
             gate.enter(step)
-            agent.pass_gate(gate)
+            agent.pass_gate(gate.passed)
         elif kind == "blocking all-reduce":
             dist.all_reduce(one)
         agent.begin_update()

@@ -18,7 +18,7 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lastwords import clock, errors, threads
 from lastwords.clock import Clock, mono_s
@@ -26,6 +26,7 @@ from lastwords.core_events import Log, Tick
 from lastwords.errors import UnavailableError, named
 from lastwords.processor import departure as ways_out
 from lastwords.processor import events
+from lastwords.processor.black_box import BlackBox
 from lastwords.processor.core import ENDED_PHASES, ProcessorCore
 from lastwords.processor.departure import Departure
 from lastwords.processor.saver import SaverSpec, Writers
@@ -47,7 +48,8 @@ from lastwords.vocabulary import (
     Status,
 )
 
-# What the agent needs of the things around it, and how often it looks at them.
+if TYPE_CHECKING:  # it imports gRPC, which a fork cannot take over
+    from lastwords.processor.session import Session
 
 STATUS_INTERVAL_S = 0.1
 """Status is coalesced to ten reports a second: every step is seen, no step costs a round trip."""
@@ -59,29 +61,6 @@ GATE_PAUSE_S = 0.00005
 """Between two looks at the gate. A sleep, however short, gives the processor to the peers that are waited for: on 2
 cores spinning was up to a hundred times slower, sleeping as fast as a blocking wait. What the kernel makes of it is
 0.1 ms."""
-
-
-class SessionLike(Protocol):
-    """What the agent needs of a session with the controller (`processor.session.Session`)."""
-
-    def send(self, report: Report) -> None: ...
-
-    def ask_if_silent(self, asks: bool, now_s: float) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-
-class GateLike(Protocol):
-    """A collective that this rank has entered (`optim_wrapper.trainer.gate.Gate`)."""
-
-    def passed(self) -> bool:
-        """Whether every rank has entered it. Raises GateFailedError if that can never be any more."""
-
-
-class PhaseWord(Protocol):
-    """Where the newest stand is written so that it survives `kill -9` (the black box)."""
-
-    def set_stand(self, phase: int, step: int) -> None: ...
 
 
 # The thread that keeps a rank's time: ticks for its core, its newest status. It outlives whatever goes wrong in it.
@@ -255,8 +234,8 @@ class Agent:
         self._settled, self._forsake_copies = settled, forsake_copies
         self._lock = threading.Lock()  # what the condition holds, without the condition's Python-level overhead
         self._condition = threading.Condition(self._lock)
-        self._phase_word: PhaseWord | None = None
-        self._session: SessionLike | None = None
+        self._box: BlackBox | None = None
+        self._session: Session | None = None
         self._writers, self._own_time = Writers(saver, self._handle), clock.OwnTime()
         self._closed, self._in_our_hands = False, 0
         self._whereabouts, self.work = Whereabouts(threading.get_ident()), StepWork()
@@ -266,7 +245,7 @@ class Agent:
 
     # ------------------------------------------------------------------ life
 
-    def start(self, session: SessionLike) -> None:
+    def start(self, session: Session) -> None:
         """Begin to stream status; `session` has been created with this agent's callbacks. UnavailableError."""
         self._session = session
         self._pulse = threads.start_patiently(keep_up, self._beat, self._core.rank, name="lastwords-pulse")
@@ -287,10 +266,10 @@ class Agent:
         if self._pulse is not None and threading.current_thread() is not self._pulse:
             self._pulse.join(timeout_s)
 
-    def write_stands_to(self, phase_word: PhaseWord) -> None:
+    def write_stands_to(self, box: BlackBox) -> None:
         """From now on keep the newest stand in the black box, where it survives this process."""
         with self._condition:
-            self._phase_word = phase_word
+            self._box = box
             self._settle_calls()
 
     def hello(self) -> Hello:
@@ -302,23 +281,16 @@ class Agent:
 
     @property
     def stand(self) -> Stand:
-        """The exact stand of this rank."""
         return self._core.stand
 
     @property
     def phase(self) -> Phase:
-        """That of the stand."""
         return self._core.phase
 
     @property
     def incident_open(self) -> bool:
         """True while this rank is frozen or has been told to leave."""
         return self._core.frozen or self._departure.decided
-
-    @property
-    def welcomed(self) -> bool:
-        """True once all ranks are registered."""
-        return self._core.welcomed
 
     def begin_loop(self, steps_per_epoch: int, epochs: int, start_step: int, schedule: Schedule = NO_SCHEDULE) -> None:
         """Agree with all ranks on the loop's shape; parks until every rank is there.
@@ -347,7 +319,6 @@ class Agent:
         self._move(self._core.want_save)
 
     def ready(self) -> None:
-        """The gradients of the step under way are final."""
         with self._lock:
             self._core.mark_ready()
             self._settle_calls()
@@ -363,20 +334,20 @@ class Agent:
             self._park(core.try_update)
 
     def skip_update(self) -> None:
-        """There is no update in the step under way; its gate comes next."""
         self._move(self._core.mark_skipped)
 
-    def pass_gate(self, gate: GateLike) -> None:
+    def pass_gate(self, passed: Callable[[], bool]) -> None:
         """After `ready` or `skip_update`: wait until the gate, which this rank has entered, is passed.
 
-        Looks at it now and then instead of blocking in it, so that an incident can have this thread: it parks
-        then. Returns also if this rank is told to proceed; then somebody else has passed, so all have entered.
+        passed: whether every rank has entered it; GateFailedError if that can never be any more. Looks at it now and
+        then instead of blocking in it, so that an incident can have this thread: it parks then. Returns also if this
+        rank is told to proceed; then somebody else has passed, so all have entered.
         """
         core = self._core
         while True:
             while not (core.frozen or self._departure.decided):
                 try:
-                    if gate.passed():
+                    if passed():
                         return
                 except errors.GateFailedError as error:
                     with self._condition:
@@ -390,13 +361,11 @@ class Agent:
                 return
 
     def end_update(self) -> None:
-        """The optimizer has written everything."""
         with self._lock:
             self._core.mark_updated()
             self._settle_calls()
 
     def tear_update(self) -> None:
-        """The update raised; this rank's weights are of no step."""
         self._move(self._core.mark_torn)
 
     def corrupt(self, *why: str) -> None:
@@ -513,9 +482,9 @@ class Agent:
     def _settle_calls(self) -> None:
         """With the lock: write the stand where it survives, and carry out what the core wants."""
         core = self._core
-        if self._phase_word is not None:
+        if self._box is not None:
             under_way = core.phase not in ENDED_PHASES  # `core.step`, without a call: this is done in every step
-            self._phase_word.set_stand(core.phase, core.ended_step + under_way)
+            self._box.set_stand(core.phase, core.ended_step + under_way)
         while core.effects:
             for effect in core.take_effects():
                 self._carry_out(effect)

@@ -18,7 +18,7 @@ API::
     any thread:      mark_signalled, mark_peer_died, want_save
     shell:           handle(event, now_s), take_effects(), effects, deadline_s
     queries:         stand, phase, ended_step, copy_due, frozen, may_train, may_proceed, may_end_step, loop_open,
-                     welcomed, asks, needs_controller, released, leaving
+                     welcomed, asks, released, leaving
 
 The calls of the training thread cost well under 2 µs and take no time argument: where one of them starts a timer,
 `deadline_s` is at once due, and the next `handle` (a Tick will do) starts it. `begin_loop` sets the step from which
@@ -51,7 +51,7 @@ from lastwords.processor.events import (
     ShowStack,
     Wake,
 )
-from lastwords.processor.participation import Correspondence, Grace, Outbox, OwnPart, Participation, Snapshots
+from lastwords.processor.participation import Correspondence, Grace, Outbox, Participation, Snapshots
 from lastwords.vocabulary import (
     NO_SCHEDULE,
     PERIODIC,
@@ -142,11 +142,6 @@ ENDED_PHASES: Final = (_COMPUTING, _DONE)
 """Phases whose stand carries the step that was ended; the others carry the one under way."""
 
 
-def row(method: str) -> tuple[Phase | None, ...]:
-    """The entries of TRANSITIONS for one method, indexed by phase: quicker than a dict of pairs."""
-    return (None, *(TRANSITIONS.get((phase, method)) for phase in Phase))
-
-
 def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
     """The error for a call that TRANSITIONS does not have; its text is for the author of the training loop."""
     text = _MISUSE.get(method, "the calls of the training loop are out of order")
@@ -157,13 +152,18 @@ def misuse(rank: int, stand: Stand, method: str) -> ConfigError:
     return ConfigError(f"rank {rank} at {stand}: {text}")
 
 
-# What one rank's core remembers, and what it can be asked. Pure; the calls and events are in `processor.core`.
+__all__ = ["ProcessorCore", "ProcessorOptions"]
 
-_END_ROW: Final = row("try_end_step")
+_ROWS: Final[Mapping[str, tuple[Phase | None, ...]]] = {
+    method: (None, *(TRANSITIONS.get((phase, method)) for phase in Phase)) for _, method in TRANSITIONS
+}
+"""The entries of TRANSITIONS for one method, indexed by phase: quicker than a dict of pairs."""
+_READY_ROW: Final = _ROWS["mark_ready"]
+_END_ROW: Final = _ROWS["try_end_step"]
 
 
-class CoreState:
-    """State of one rank in the protocol, and the queries on it. Not thread-safe: the shell has the lock."""
+class ProcessorCore:
+    """State of one rank in the protocol; see the module's docstring. Not thread-safe: the shell has the lock."""
 
     def __init__(
         self, rank: int, generation: int, start_step: int = 0, options: ProcessorOptions | None = None
@@ -181,9 +181,12 @@ class CoreState:
         self._part = Participation(rank, generation, self._outbox)
         self._snapshots = Snapshots(rank, generation, self._outbox)
         self._said = Correspondence(self._part, self._outbox, self.options)
-        self._welcomed = False
-        self._released = False
-        self._leaving = False
+        self.welcomed = False
+        """The controller has said that all ranks are registered. This and what follows is written here alone."""
+        self.released = False
+        """Every rank has left the loop; this process may go on after it."""
+        self.leaving = False
+        """This process has been told to end."""
         self._now_s = 0.0
         self._step_end_grace = Grace(self.options.step_end_grace_s)
         self._update_grace = Grace(self.options.update_grace_s)
@@ -213,24 +216,15 @@ class CoreState:
         return self._part.incident != 0
 
     @property
-    def incident(self) -> int:
-        """The incident in which this rank is frozen, 0 if none."""
-        return self._part.incident
-
-    @property
     def may_train(self) -> bool:
         """True if the training thread may go on with its loop."""
-        return not (self._part.incident or self._leaving or self._said.left or self._said.raised)
+        return not (self._part.incident or self.leaving or self._said.left or self._said.raised)
 
     @property
     def copy_due(self) -> Save | None:
         """The periodic checkpoint for which the state has to be copied now, before anything of it moves on."""
-        if self._snapshots.waiting is None:
-            return None
         order = self._snapshots.due(self.ended_step)
-        if order is None or self.phase not in ENDED_PHASES or self._part.incident or self._leaving:
-            return None
-        return order
+        return None if self.phase not in ENDED_PHASES or self._part.incident or self.leaving else order
 
     @property
     def may_end_step(self) -> bool:
@@ -239,14 +233,14 @@ class CoreState:
         A rank that has settled in UPDATED stays there: its committed rank-local state must not move any more,
         because another process may be reading it.
         """
-        if self._leaving or self._released or _END_ROW[self.phase] is None:
+        if self.leaving or self.released or _END_ROW[self.phase] is None:
             return False
         return not self._part.incident or (self.phase is _UPDATED and self._part.settled is None)
 
     @property
     def may_proceed(self) -> bool:
         """True if `try_update` would answer True although this rank is frozen."""
-        return self.phase is _READY and not self._leaving and self._part.proceed_step == self.ended_step + 1
+        return self.phase is _READY and not self.leaving and self._part.proceed_step == self.ended_step + 1
 
     @property
     def loop_open(self) -> bool:
@@ -266,40 +260,9 @@ class CoreState:
         return self._said.signalled is not None
 
     @property
-    def welcomed(self) -> bool:
-        """True once the controller has said that all ranks are registered."""
-        return self._welcomed
-
-    @property
     def asks(self) -> bool:
         """True if this rank waits for the controller, was asked to stop, or knows of a death."""
         return self._said.asks
-
-    @property
-    def needs_controller(self) -> bool:
-        """True until this rank knows how its job ends."""
-        return not (self._released or self._leaving)
-
-    @property
-    def released(self) -> bool:
-        """True once every rank has left the loop; this process may go on after it."""
-        return self._released
-
-    @property
-    def leaving(self) -> bool:
-        """True once this process has been told to end."""
-        return self._leaving
-
-
-__all__ = ["ProcessorCore", "ProcessorOptions"]
-
-
-_ROWS: Final[Mapping[str, tuple[Phase | None, ...]]] = {method: row(method) for _, method in TRANSITIONS}
-_READY_ROW: Final = _ROWS["mark_ready"]
-
-
-class ProcessorCore(CoreState):
-    """State of one rank in the protocol; see the module's docstring. Not thread-safe: the shell has the lock."""
 
     # ------------------------------------------------------------------ effects
 
@@ -333,7 +296,7 @@ class ProcessorCore(CoreState):
         """May the optimizer write now? False: park, and call again after Wake."""
         if self.phase is not _READY:
             raise misuse(self.rank, self.stand, "try_update")
-        if self._leaving:
+        if self.leaving:
             return False
         if self._part.incident or self._said.raised is not None:  # raised: its gate has failed
             if self._part.proceed_step != self.ended_step + 1:
@@ -383,7 +346,7 @@ class ProcessorCore(CoreState):
         """
         if _END_ROW[self.phase] is None:
             raise misuse(self.rank, self.stand, "try_end_step")
-        if (self._part.incident or self._leaving) and not self.may_end_step:
+        if (self._part.incident or self.leaving) and not self.may_end_step:
             self.phase = PARKED[self.phase, "try_end_step"]
             self._after_move()
             return False
@@ -398,7 +361,7 @@ class ProcessorCore(CoreState):
     def mark_copying(self) -> bool:
         """After the loop: the state that `copy_due` asks for is about to be copied. False if it asks for none."""
         if (order := self.copy_due) is not None:
-            self._snapshots.copying(order)
+            self._snapshots.writing.go_on(order, syncing=True)  # one call, in which nothing can be told, as fsync is
         return order is not None
 
     def mark_copied(self, order: Save) -> None:
@@ -449,7 +412,7 @@ class ProcessorCore(CoreState):
         """Any thread: this process was asked to stop. Training goes on until the controller freezes it."""
         if self._said.unprotected and not self._said.waits:
             self._outbox.emit(PassOn(signal_number))
-        elif self._said.signalled is None and not self._released:
+        elif self._said.signalled is None and not self.released:
             self._said.signalled = Signalled(self.rank, self.generation, signal_number, self.stand)
             self._outbox.send(self._said.signalled)
 
@@ -466,7 +429,7 @@ class ProcessorCore(CoreState):
 
     def _after_move(self) -> None:
         """If frozen, say where this rank stands now, unless its weights may still change or its step may still end."""
-        if not self._part.incident or self._leaving or self._grace_wanted():
+        if not self._part.incident or self.leaving or self._grace_wanted():
             return
         if self.phase is _TORN and self._has_copy:
             self._retreated = True
@@ -480,7 +443,7 @@ class ProcessorCore(CoreState):
             and self.phase is _UPDATED
             and self._part.settled is None
             and self._said.raised is None
-            and not self._leaving
+            and not self.leaving
         )
 
     def _retreat_wanted(self) -> bool:
@@ -490,7 +453,7 @@ class ProcessorCore(CoreState):
             and self._part.incident
             and self.phase is _UPDATING
             and not self._retreated
-            and not self._leaving
+            and not self.leaving
         )
 
     # ------------------------------------------------------------------ events
@@ -510,26 +473,19 @@ class ProcessorCore(CoreState):
                     )
             case SessionDown():
                 self._said.on_session_down(now_s)
-            case SaveProgressed(incident, attempt, bytes_written, syncing):
-                self._writing(incident).progressed(incident, attempt, bytes_written, syncing)
-            case SaveFinished(incident, attempt, bytes_written):
-                self._writing(incident).finished(incident, attempt, bytes_written)
-            case SaveErrored(incident, attempt, reason, storage):
-                self._writing(incident).errored(incident, attempt, reason, storage)
+            case SaveProgressed() | SaveFinished() | SaveErrored():
+                (self._snapshots if event.incident == PERIODIC else self._part).writing.hear(event)
             case Tick():
                 pass
         self._run_timers()
 
-    def _writing(self, incident: int) -> OwnPart:
-        return (self._snapshots if incident == PERIODIC else self._part).writing
-
     def _on_order(self, order: Order) -> None:
-        if order.generation != self.generation or self._leaving or self._released:
+        if order.generation != self.generation or self.leaving or self.released:
             return
         wakes = False
         match order:
             case Welcome():
-                wakes, self._welcomed = not self._welcomed, True
+                wakes, self.welcomed = not self.welcomed, True
                 self._said.on_welcome()
             case LoopGo():
                 wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
@@ -568,24 +524,20 @@ class ProcessorCore(CoreState):
 
     def _leave(self, order: Exit | Refused | None, reason: str) -> None:
         self._part.writing.cancel()
-        self._snapshots.cancel()
-        self._leaving = True
-        self._said.closed = True
-        self._say_goodbye()
-        self._outbox.emit(Leave(order, reason))
-        self._outbox.emit(Wake())
+        self.leaving = True
+        self._end(Leave(order, reason))
 
     def _release(self) -> None:
-        self._snapshots.cancel()
-        self._released = True
-        self._said.closed = True
-        self._say_goodbye()
-        self._outbox.emit(Released())
-        self._outbox.emit(Wake())
+        self.released = True
+        self._end(Released())
 
-    def _say_goodbye(self) -> None:
+    def _end(self, effect: Leave | Released) -> None:
+        self._snapshots.cancel()
+        self._said.closed = True
         if self._said.session_up:
             self._outbox.send(Goodbye(self.rank, self.generation))
+        self._outbox.emit(effect)
+        self._outbox.emit(Wake())
 
     @property
     def deadline_s(self) -> float | None:

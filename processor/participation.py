@@ -14,6 +14,9 @@ from lastwords.processor.events import (
     CancelSave,
     Effect,
     ProcessorOptions,
+    SaveErrored,
+    SaveFinished,
+    SaveProgressed,
     SayHello,
     SendReport,
     StartSave,
@@ -117,7 +120,6 @@ class Correspondence:
         return tuple(report for report in owed if report is not None)
 
     def repeat(self) -> None:
-        """Send everything that is owed."""
         for report in self.owed():
             self._outbox.send(report)
 
@@ -236,22 +238,21 @@ class OwnPart:
         self.order = order
         self._outbox.emit(StartSave(order))
 
-    def progressed(self, incident: int, attempt: int, bytes_written: int, syncing: bool) -> None:
-        """The writer moves, or is inside a call that makes it durable."""
-        if (order := self._of(incident, attempt)) is not None:
-            self.go_on(order, bytes_written, syncing=syncing)
-
-    def finished(self, incident: int, attempt: int, bytes_written: int) -> None:
-        """The writer is done."""
-        if (order := self._of(incident, attempt)) is not None:
-            self.order = None
-            self._say(Saved(self._rank, self._generation, incident, attempt, order.step, bytes_written))
-
-    def errored(self, incident: int, attempt: int, reason: str, storage: bool) -> None:
-        """The writer gave up."""
-        if (order := self._of(incident, attempt)) is not None:
-            self.order = None
-            self.refuse(order, reason, storage=storage)
+    def hear(self, event: SaveProgressed | SaveFinished | SaveErrored) -> None:
+        """What the writer says, if it is still the one that has this order in hand."""
+        order = self.order
+        if order is None or (order.incident, order.attempt) != (event.incident, event.attempt):
+            return
+        match event:
+            case SaveProgressed():
+                self.go_on(order, event.bytes_written, syncing=event.syncing)
+            case SaveFinished():
+                self.order = None
+                identity = (self._rank, self._generation, order.incident, order.attempt)
+                self._say(Saved(*identity, order.step, event.bytes_written))
+            case SaveErrored():
+                self.order = None
+                self.refuse(order, event.reason, storage=event.storage)
 
     def cancel(self) -> None:
         """Stop the writer, if there is one."""
@@ -273,10 +274,6 @@ class OwnPart:
         """What was said last once more: it may have been lost."""
         if self.said is not None:
             self._outbox.send(self.said)
-
-    def _of(self, incident: int, attempt: int) -> Save | None:
-        order = self.order
-        return order if order is not None and (order.incident, order.attempt) == (incident, attempt) else None
 
     def _say(self, answer: SaveProgress | Saved | SaveFailed) -> None:
         self.said = answer
@@ -323,10 +320,6 @@ class Snapshots:
         else:
             self.writing.refuse(order, f"rank {self._rank} has ended step {ended_step} already", missed=True)
 
-    def copying(self, order: Save) -> None:
-        """The copy begins. It is one call in which nothing can be told, as fsync is, and has as long."""
-        self.writing.go_on(order, syncing=True)
-
     def copied(self, order: Save) -> None:
         """The state is copied: write it, if it is still wanted."""
         if self.waiting == order:
@@ -372,15 +365,12 @@ class Outbox:
         self.effects: list[Effect] = []
 
     def emit(self, effect: Effect) -> None:
-        """Append an effect."""
         self.effects.append(effect)
 
     def send(self, report: Report) -> None:
-        """Append a report to the controller."""
         self.effects.append(SendReport(report))
 
     def drain(self) -> list[Effect]:
-        """All effects since the last call, in order."""
         effects = [*self.effects]
         self.effects.clear()
         return effects

@@ -152,7 +152,7 @@ class ProtectedStep:
         self._recorder.tentative()
         mark()
         gate.enter(self._agent.stand.step, self._recorder.position_at_gate)
-        self._agent.pass_gate(gate)
+        self._agent.pass_gate(gate.passed)
 
     def _update_refused(self, error: BaseException) -> None:
         self._signals.end_update()

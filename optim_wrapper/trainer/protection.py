@@ -142,19 +142,19 @@ class Protection:
             on_down=agent.on_session_down,
             on_refused=agent.on_session_refused,
             hello=agent.hello,
-            wanted=lambda: core.needs_controller and not self.closed,
+            wanted=lambda: not (core.released or core.leaving or self.closed),
             silence=Silence(config.processor),
         )
         session.start()
         agent.start(session)
-        if not agent.wait_until(lambda: session.up or agent.welcomed, config.connect_timeout_s):
+        if not agent.wait_until(lambda: session.up or core.welcomed, config.connect_timeout_s):
             raise UnavailableError(
                 f"rank {rank} could not reach the controller at {address} for {config.connect_timeout_s:g} s; it runs "
                 f"on the host of rank {config.ctrl_rank_id}: check that {config.ctrl_ip!r} (ctrl_ip, or MASTER_ADDR "
                 f"with protect) is an address of that host, and that port {agreement.port} is open between the hosts"
             )
         start_timeout_s = config.controller.start_timeout_s
-        if not agent.wait_until(lambda: agent.welcomed, start_timeout_s + 5.0):
+        if not agent.wait_until(lambda: core.welcomed, start_timeout_s + 5.0):
             raise UnavailableError(
                 f"not all ranks registered with the controller within {start_timeout_s:g} s; look for the errors of "
                 "ranks that did not start (LASTWORDS_START_TIMEOUT_S sets the limit)"

@@ -827,7 +827,7 @@ def test_a_restart_waits_for_the_publication_before_it_and_takes_over(job: Job) 
     let_go = threading.Event()
     puppets[0].save_hook = lambda order: let_go.wait(WAIT_S)
     puppets[2].call("mark_raised", "boom", False)
-    puppets[0].await_(lambda: puppets[0].core.incident == 1, "for the incident")
+    puppets[0].await_(lambda: puppets[0].core._part.incident == 1, "for the incident")
 
     threading.Timer(1.0, let_go.set).start()
     for puppet in puppets:

@@ -82,10 +82,10 @@ class Rank:
         try:
             if self._skip:
                 self.agent.skip_update()
-                self.agent.pass_gate(self.gate)
+                self.agent.pass_gate(self.gate.passed)
             else:
                 self.agent.ready()
-                self.agent.pass_gate(self.gate)
+                self.agent.pass_gate(self.gate.passed)
                 self.agent.begin_update()
                 self.agent.end_update()
             self.agent.end_step(lambda step: None)

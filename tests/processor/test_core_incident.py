@@ -165,7 +165,7 @@ def test_a_resume_of_an_older_incident_does_not_unfreeze() -> None:
 def test_a_freeze_of_an_older_incident_is_void() -> None:
     rank = frozen(Phase.READY, 8, incident=2)
     assert reports(rank.freeze(1)) == []
-    assert rank.core.incident == 2
+    assert rank.core._part.incident == 2
 
 
 def test_a_newer_incident_starts_its_own_sequence() -> None:
@@ -205,7 +205,7 @@ def test_the_same_rank_trains_on_without_the_save() -> None:
 def test_an_order_of_another_generation_changes_nothing(order: Freeze) -> None:
     rank = frozen(Phase.READY, 8)
     assert rank.order(order) == []
-    assert rank.core.incident == 1
+    assert rank.core._part.incident == 1
     assert rank.core.try_update() is False
 
 
@@ -438,7 +438,7 @@ def test_a_rank_needs_its_controller_until_it_knows_how_its_job_ends() -> None:
     released, told = RankDriver(), RankDriver()
     released.core.mark_left()
     told.freeze()
-    assert (released.core.needs_controller, told.core.needs_controller) == (True, True)
+    assert (released.core.released, told.core.leaving) == (False, False)
     released.order(Release(GENERATION))
     told.exit()
-    assert (released.core.needs_controller, told.core.needs_controller) == (False, False)
+    assert (released.core.released, told.core.leaving) == (True, True)

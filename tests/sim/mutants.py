@@ -107,7 +107,7 @@ def _update_as_checked_before(self: Any) -> bool:
 
 
 def _settle_whatever_happens(self: Any) -> None:
-    if self._part.incident and not self._leaving:
+    if self._part.incident and not self.leaving:
         self._part.settle(self.stand)
 
 

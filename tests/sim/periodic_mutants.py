@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lastwords.controller.periodic import Periodic
-from lastwords.processor.core import CoreState
+from lastwords.processor.core import ProcessorCore
 from lastwords.processor.participation import OwnPart
 from lastwords.vocabulary import Phase, Saved, SaveFailed
 from tests.sim import behind
@@ -38,9 +38,9 @@ def _never_missed(self: Any, ended_step: int) -> None:
     pass
 
 
-def _due_after_the_update(self: CoreState) -> Any:
+def _due_after_the_update(self: ProcessorCore) -> Any:
     order = self._snapshots.due(self.ended_step)
-    return order if self.phase is Phase.UPDATED and not self._part.incident and not self._leaving else None
+    return order if self.phase is Phase.UPDATED and not self._part.incident and not self.leaving else None
 
 
 def _cancel_silently(self: Any) -> None:
@@ -103,7 +103,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy-after-the-update": Mutant(
         "a rank copies its state at the end of the next step, when its optimizer has written",
-        {"lastwords.processor.core.CoreState.copy_due": property(_due_after_the_update)},
+        {"lastwords.processor.core.ProcessorCore.copy_due": property(_due_after_the_update)},
         (_I1,),
         small="periodic",
         seeds=(1, 4, 15),

@@ -156,7 +156,7 @@ class Rank:
         )
         session.start()
         agent.start(session)
-        if not agent.wait_until(lambda: agent.welcomed, WELCOME_TIMEOUT_S):
+        if not agent.wait_until(lambda: self.core.welcomed, WELCOME_TIMEOUT_S):
             return 1
         if self.stack.following is not None and job.hosts[self.rank] == job.hosts[0]:
             self.stack.following.watch(self, lambda: session.up).start()
@@ -184,7 +184,7 @@ class Rank:
         if stack.job.has_gate:
             agent.ready()
             self.entered["gate"] = step
-            agent.pass_gate(Gate(self, step))
+            agent.pass_gate(Gate(self, step).passed)
             agent.begin_update()
         else:
             agent.begin_update()
