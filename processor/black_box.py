@@ -45,10 +45,6 @@ from lastwords.processor.box_layout import (
     WORD_STAND,
     BoxLayout,
     BoxMap,
-    BoxReader,
-    RegionCopy,
-    RegionSpec,
-    SlotCopy,
     SlotKind,
     map_layout,
 )
@@ -97,8 +93,6 @@ def _head(old: BlackBox, new: BlackBox, slot: int) -> None:
         new._words[here + word] = old._words[there + word]
 
 
-__all__ = ["BlackBox", "BoxLayout", "BoxReader", "RegionCopy", "RegionSpec", "SlotCopy", "SlotKind"]
-
 _JSON_RESERVE_BYTES = 4 * PAGE_BYTES
 _NO_SLOT = -1
 
@@ -109,38 +103,6 @@ Two memoryviews would be compared byte by byte, through Python's format codes.""
 
 class BlackBox:
     """The writer's side, for the training thread. Its mapping stays as long as it or a view of it is kept."""
-
-    # Slots: in a real step all of this is cold, and a dictionary would be one more cache line for each attribute.
-    __slots__ = (
-        "_activations",
-        "_active_lazy",
-        "_address",
-        "_bytes",
-        "_committed",
-        "_committed_before",
-        "_committed_step",
-        "_counter",
-        "_eager",
-        "_fd",
-        "_head_words",
-        "_json_at",
-        "_json_reserved",
-        "_map",
-        "_mapping",
-        "_next_of",
-        "_of_committed",
-        "_open_kind",
-        "_open_step",
-        "_present",
-        "_sequences",
-        "_slot_activations",
-        "_step_slots",
-        "_tentative",
-        "_tentative_step",
-        "_words",
-        "layout",
-        "path",
-    )
 
     def __init__(self, path: Path, places: BoxMap, fd: int) -> None:
         self.path = path
@@ -170,8 +132,12 @@ class BlackBox:
         self._tentative = _NO_SLOT
         self._tentative_step = -1
         self._next_of = {SlotKind.EPOCH: places.epoch_slots[0], SlotKind.FACTS: places.facts_slots[0]}
-        self._step_slots = places.step_slots
-        self._open_kind = SlotKind.TENTATIVE
+        self.step_slots = places.step_slots
+        """Slot numbers that `begin` gives for TENTATIVE and COMMITTED."""
+        self.epoch_slots = places.epoch_slots
+        """And for EPOCH; only regions with `in_epoch` are in them."""
+        self.open_kind = SlotKind.TENTATIVE
+        """What the step slot is that `begin` gave last: TENTATIVE or COMMITTED."""
         self._open_step = 0
 
     @classmethod
@@ -210,11 +176,6 @@ class BlackBox:
     def __del__(self) -> None:
         os.close(self._fd)
 
-    @staticmethod
-    def open(path: Path) -> BoxReader:
-        """The reader's side of a box, in any process."""
-        return BoxReader(path)
-
     def set_stand(self, phase: int, step: int) -> None:
         """Say where the rank stands: one 8-byte store, readable from outside at any time."""
         self._words[WORD_STAND] = step << 8 | phase
@@ -226,21 +187,6 @@ class BlackBox:
         """
         place = self._map.slots[slot].regions[name]
         return self._bytes[place.offset : place.offset + place.spec.nbytes]
-
-    @property
-    def step_slots(self) -> tuple[int, ...]:
-        """Slot numbers that `begin` gives for TENTATIVE and COMMITTED."""
-        return self._map.step_slots
-
-    @property
-    def epoch_slots(self) -> tuple[int, ...]:
-        """Slot numbers that `begin` gives for EPOCH; only regions with `in_epoch` are in them."""
-        return self._map.epoch_slots
-
-    @property
-    def open_kind(self) -> SlotKind:
-        """What the step slot is that `begin` gave last: TENTATIVE or COMMITTED."""
-        return self._open_kind
 
     def is_active(self, name: str) -> bool:
         """Whether a region is part of the copies that are written from now on."""
@@ -288,7 +234,7 @@ class BlackBox:
             self._bytes[at : at + len(self._present)] = self._present if kind != SlotKind.TENTATIVE else self._early()
             self._slot_activations[slot] = self._activations
         if kind <= SlotKind.COMMITTED:  # facts may be written while a step's slot is open
-            self._open_kind = kind
+            self.open_kind = kind
             self._open_step = step
         return slot
 
@@ -311,11 +257,11 @@ class BlackBox:
         sequence = self._sequences[slot] + 1
         self._sequences[slot] = sequence
         words[head + SLOT_SEQUENCE] = sequence  # even: the very last store
-        if slot >= len(self._step_slots):
+        if slot >= len(self.step_slots):
             kind = SlotKind.EPOCH if slot in self._map.epoch_slots else SlotKind.FACTS
             slots = self._map.epoch_slots if kind is SlotKind.EPOCH else self._map.facts_slots
             self._next_of[kind] = slots[(slots.index(slot) + 1) % len(slots)]
-        elif self._open_kind is SlotKind.COMMITTED:
+        elif self.open_kind is SlotKind.COMMITTED:
             if self._open_step != self._committed_step:
                 self._committed_before = self._committed
                 self._committed_step = self._open_step
@@ -345,7 +291,7 @@ class BlackBox:
             raise ConfigError(
                 f"black box: a {kind.name.lower()} copy of step {step} after step {self._committed_step} was ended"
             )
-        for slot in self._step_slots:
+        for slot in self.step_slots:
             if slot != self._committed and slot != self._committed_before and slot != self._tentative:
                 return slot
         raise AssertionError("three of four slots at most are in use")

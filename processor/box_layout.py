@@ -142,7 +142,6 @@ class BoxMap:
 
     layout: BoxLayout
     header_json: bytes
-    heads_at: int
     heads_end: int
     step_slots: tuple[int, ...]
     epoch_slots: tuple[int, ...]
@@ -200,7 +199,6 @@ def map_layout(layout: BoxLayout) -> BoxMap:
     return BoxMap(
         layout=layout,
         header_json=header_json,
-        heads_at=heads_at,
         heads_end=heads_end,
         step_slots=numbers[:STEP_SLOTS],
         epoch_slots=numbers[STEP_SLOTS : STEP_SLOTS + EPOCH_SLOTS],
@@ -421,10 +419,6 @@ class BoxReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def layout(self) -> BoxLayout:
-        return self._map.layout
 
     def stand(self) -> Stand | None:
         """Where the rank stands, None if it has not said so yet."""

@@ -22,8 +22,8 @@ from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import memory_at
 from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over, version_of
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces, Words, word_index
-from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
-from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES, RegionCopy, RegionSpec, SlotKind
 from lastwords.sharding.dtensor import is_dtensor, local_of
 from lastwords.torch_private import foreach_copy
 

@@ -18,7 +18,7 @@ from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, t
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.state.state_view import buffers_in, own_name
 from lastwords.optim_wrapper.tensors.tensor_tree import is_composite
-from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from lastwords.sharding.dtensor import local_of
 from lastwords.torch_private import NormBase, non_persistent
 

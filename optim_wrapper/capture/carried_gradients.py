@@ -27,7 +27,7 @@ from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, s
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.tensors.tensor_tree import put_gradient
 from lastwords.optim_wrapper.wrapper import stands_in
-from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from lastwords.sharding.dtensor import empty_shard, has_unreduced, is_dtensor, local_of, placements_to_json
 
 # What a loop does with the gradients of an update before it adds the next ones to them.

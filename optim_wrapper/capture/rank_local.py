@@ -17,7 +17,8 @@ from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, Stream, default_streams
-from lastwords.processor.black_box import BlackBox, RegionCopy, RegionSpec, SlotKind
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import RegionCopy, RegionSpec, SlotKind
 from lastwords.processor.recurrence import Late
 
 # The moment of a step at which the tentative copy is due: late, but before a collective that lets a peer update.

@@ -35,7 +35,8 @@ from lastwords.optim_wrapper.state.rank_units import RankUnits
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor.agent import StepWork
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotKind
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, RegionCopy, SlotKind
 from lastwords.processor.recurrence import Late
 from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies

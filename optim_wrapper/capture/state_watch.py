@@ -34,7 +34,7 @@ from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_differ, seen
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_in, bytes_of, overwrite, problem_of
-from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 from lastwords.processor.recurrence import Forecast, Late
 from lastwords.sharding import zero
 from lastwords.sharding.dtensor import local_of

@@ -62,7 +62,8 @@ def is_told(tft: Any) -> bool:
 
 def watch_slots(faults: Faults) -> None:
     """Come by the phases "slot_..." whenever a slot of the black box has been filled, but is not valid yet."""
-    from lastwords.processor.black_box import BlackBox, SlotKind
+    from lastwords.processor.black_box import BlackBox
+    from lastwords.processor.box_layout import SlotKind
 
     begin, commit = BlackBox.begin, BlackBox.commit
     under_way: list[tuple[str, int]] = []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionSpec, SlotKind
-from lastwords.processor.box_layout import BoxReader
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, RegionSpec, SlotKind
 from lastwords.vocabulary import Phase
 
 pytestmark = pytest.mark.process

@@ -29,8 +29,8 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume.resume import resume_from
 from lastwords.optim_wrapper.state.rank_units import LOOK_EVERY_STEPS, RankUnits
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
-from lastwords.processor.box_layout import SlotKind
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, RegionCopy, SlotKind
 from lastwords.processor.saver import Position
 from lastwords.sharding.dtensor import box_of, local_of
 from lastwords.sharding.zero import stateful

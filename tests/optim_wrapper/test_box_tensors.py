@@ -23,7 +23,8 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 from lastwords.processor import black_box
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, RegionCopy
 from lastwords.processor.recurrence import Late
 from tests.ledgers import told
 from tests.optim_wrapper.test_rank_local import held
@@ -50,7 +51,7 @@ class Loop:
 
     @property
     def saved(self) -> list[float] | None:
-        with BlackBox.open(self.folder / "box") as box:
+        with BoxReader(self.folder / "box") as box:
             copy = box.read(self.step)
         assert copy is not None
         region = copy.regions.get("grad/weight")

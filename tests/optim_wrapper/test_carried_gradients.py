@@ -7,7 +7,7 @@ from torch import nn
 
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, ZEROED, CarriedGradients
 from lastwords.optim_wrapper.state.extras import Extras
-from lastwords.processor.black_box import RegionCopy
+from lastwords.processor.box_layout import RegionCopy
 
 
 class Turns:

@@ -19,8 +19,8 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.state import extras
 from lastwords.optim_wrapper.state.extras import Extras
 from lastwords.optim_wrapper.trainer.agreed_layout import compare_replicas
-from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
-from lastwords.processor.box_layout import BoxReader
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, SlotKind
 from lastwords.sharding import verify
 from tests.ledgers import told
 
@@ -129,7 +129,7 @@ def test_each_rank_gets_the_buffers_of_its_own_average_back(tmp_path: Path) -> N
         saved.module[1].running_mean.fill_(3.0)
         saved.module[1].num_batches_tracked.fill_(7)
     write(box, capture, 1)
-    with BlackBox.open(tmp_path / "box") as reader:
+    with BoxReader(tmp_path / "box") as reader:
         copy = reader.read(1)
     assert copy is not None
     assert ExtraBuffers(Extras({"ema": restored})).restore(copy.regions) == ()
@@ -173,7 +173,7 @@ def test_a_buffer_that_gets_another_form_gets_room_for_it(tmp_path: Path) -> Non
     box = BlackBox.create(tmp_path / "box", BoxLayout(capture.tensors.regions))
     capture.tensors.bind(box)
     write(box, capture, 2)
-    with BlackBox.open(tmp_path / "box") as reader:
+    with BoxReader(tmp_path / "box") as reader:
         copy = reader.read(2)
     assert copy is not None
     assert copy.regions["extra_buffer/ema/module.1.running_mean"].shape == (5,)

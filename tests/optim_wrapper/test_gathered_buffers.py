@@ -13,8 +13,8 @@ from lastwords.optim_wrapper.capture import box_tensors
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder, regions
-from lastwords.processor.black_box import BlackBox, BoxLayout
-from lastwords.processor.box_layout import BoxReader
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader
 from lastwords.processor.recurrence import Late
 
 WIDE = box_tensors.GATHERED_BYTES_MAX // 4

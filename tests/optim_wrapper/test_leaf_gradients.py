@@ -14,8 +14,8 @@ from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX, CarriedGradients
 from lastwords.optim_wrapper.capture.rank_local import BoxRecorder
 from lastwords.optim_wrapper.state.extras import Extras
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy
-from lastwords.processor.box_layout import BoxReader
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, RegionCopy
 from lastwords.processor.recurrence import Late
 
 

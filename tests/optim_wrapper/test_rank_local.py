@@ -25,8 +25,8 @@ from lastwords.optim_wrapper.resume.resume import _changed_elsewhere_only
 from lastwords.optim_wrapper.streams import rng_streams
 from lastwords.optim_wrapper.streams.rng_streams import NumpyStream, PythonStream, TorchStream
 from lastwords.processor import black_box
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionCopy, SlotCopy, SlotKind
-from lastwords.processor.box_layout import BoxReader
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, RegionCopy, SlotCopy, SlotKind
 from lastwords.processor.recurrence import Late
 from tests import golden
 from tests.ledgers import told

@@ -15,8 +15,8 @@ from lastwords.optim_wrapper.capture.buffers import SavedForms
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.black_box import BlackBox, RegionCopy
-from lastwords.processor.box_layout import BoxReader
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxReader, RegionCopy
 from tests import golden
 from tests.ledgers import told
 

@@ -28,7 +28,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix
 from lastwords.optim_wrapper.resume import resume
 from lastwords.optim_wrapper.tensors.tensor_bytes import version_of
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
-from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxReader
 from lastwords.vocabulary import UNIT_REPLICATED, Phase, Stand
 from tests import golden
 
@@ -94,7 +94,7 @@ class Job:
         return {name: bytes(content) for name, content in found.items()}, state.meta.reasons
 
     def regions(self) -> dict[str, Any]:
-        with BlackBox.open(self.folder / "box") as box:
+        with BoxReader(self.folder / "box") as box:
             copy = box.read(self.step)
             assert copy is not None
             return dict(copy.regions)

@@ -19,8 +19,16 @@ import pytest
 from lastwords.checkpoint.entries import Reason
 from lastwords.errors import ConfigError, FormatError, StorageError, UnavailableError
 from lastwords.processor import black_box, box_layout
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionSpec, SlotCopy, SlotKind
-from lastwords.processor.box_layout import SLOT_SEQUENCE, BoxReader, map_layout
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import (
+    SLOT_SEQUENCE,
+    BoxLayout,
+    BoxReader,
+    RegionSpec,
+    SlotCopy,
+    SlotKind,
+    map_layout,
+)
 from lastwords.vocabulary import Phase, Stand
 from tests import golden
 from tests.shortage import open_files
@@ -601,7 +609,7 @@ def test_json_for_which_memory_is_refused_is_left_out(box: BlackBox, monkeypatch
 
 def test_a_missing_box_is_worth_a_retry(tmp_path: Path) -> None:
     with golden.raises(UnavailableError):
-        BlackBox.open(tmp_path / "rank_0.box")
+        BoxReader(tmp_path / "rank_0.box")
 
 
 @pytest.mark.parametrize("cut", [0, 10, 20, 4096, 5000, -4096, -1])
@@ -610,14 +618,14 @@ def test_a_shortened_box_is_refused(box: BlackBox, cut: int) -> None:
     short = box.path.with_name("short.box")
     short.write_bytes(whole[:cut])
     with pytest.raises(FormatError):
-        BlackBox.open(short)
+        BoxReader(short)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "rank_0.box")
     with pytest.raises(FormatError):
-        BlackBox.open(tmp_path / "rank_0.box")
+        BoxReader(tmp_path / "rank_0.box")
 
 
 def test_every_flipped_bit_of_the_description_is_refused(box: BlackBox) -> None:
@@ -627,7 +635,7 @@ def test_every_flipped_bit_of_the_description_is_refused(box: BlackBox) -> None:
     for at in [*range(20), *range(4096, 4096 + nbytes)]:
         flipped.write_bytes(whole[:at] + bytes((whole[at] ^ 4,)) + whole[at + 1 :])
         with pytest.raises(FormatError):
-            BlackBox.open(flipped)
+            BoxReader(flipped)
 
 
 def test_a_box_of_a_newer_format_is_refused_with_both_numbers(box: BlackBox) -> None:
@@ -635,7 +643,7 @@ def test_a_box_of_a_newer_format_is_refused_with_both_numbers(box: BlackBox) -> 
     struct.pack_into("=I", whole, 8, 9)
     box.path.write_bytes(whole)
     with golden.raises(FormatError):
-        BlackBox.open(box.path)
+        BoxReader(box.path)
 
 
 def test_a_damaged_slot_is_refused(box: BlackBox) -> None:

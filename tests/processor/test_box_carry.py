@@ -8,7 +8,8 @@ import pytest
 
 from lastwords.errors import StorageError
 from lastwords.processor import black_box
-from lastwords.processor.black_box import BlackBox, BoxLayout, RegionSpec, SlotKind
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, RegionSpec, SlotKind
 
 KEPT, GONE = RegionSpec("rng/torch", "U8", (4,), in_epoch=True), RegionSpec("buffer/old", "U8", (4,))
 LARGE = RegionSpec("buffer/large", "U8", (5000,), lazy=True)
@@ -42,7 +43,7 @@ def anew(old: BlackBox) -> BlackBox:
 
 def test_all_copies_are_there_in_the_regions_that_both_have(old: BlackBox) -> None:
     new = anew(old)
-    with BlackBox.open(new.path) as reader:
+    with BoxReader(new.path) as reader:
         assert reader.facts() == {"reasons": ["why"]}
         assert (reader.stand() or old).step == 7  # type: ignore[union-attr]
         epoch = reader.read_epoch(1)
@@ -67,7 +68,7 @@ def test_it_goes_on_from_there(old: BlackBox) -> None:
     write(new, SlotKind.TENTATIVE, 9, 90)
     write(new, SlotKind.COMMITTED, 9, 91)
     assert new.compare_tentative() == KEPT.name
-    with BlackBox.open(new.path) as reader:
+    with BoxReader(new.path) as reader:
         committed, before = reader.read(9), reader.read(8)
         assert committed is not None
         assert before is not None
@@ -80,7 +81,7 @@ def test_what_an_update_changes_is_in_committed_copies_only(old: BlackBox) -> No
     new.activate(NEW.name)
     write(new, SlotKind.COMMITTED, 8, 1)
     write(new, SlotKind.TENTATIVE, 9, 2)
-    with BlackBox.open(new.path) as reader:
+    with BoxReader(new.path) as reader:
         committed, tentative = reader.read(8), reader.read(9)
         assert committed is not None
         assert tentative is not None
@@ -99,7 +100,7 @@ def test_without_room_the_old_one_stays(old: BlackBox, monkeypatch: pytest.Monke
     monkeypatch.setattr(black_box.os, "posix_fallocate", refuse)
     with pytest.raises(StorageError):
         anew(old)
-    with BlackBox.open(old.path) as reader:
+    with BoxReader(old.path) as reader:
         copy = reader.read(7)
         assert copy is not None
         assert GONE.name in copy.regions

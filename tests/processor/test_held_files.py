@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lastwords.errors import IncompleteError, UnavailableError
-from lastwords.processor.black_box import BlackBox, BoxLayout, SlotKind
-from lastwords.processor.box_layout import BoxReader, HeldFiles
+from lastwords.processor.black_box import BlackBox
+from lastwords.processor.box_layout import BoxLayout, BoxReader, HeldFiles, SlotKind
 from lastwords.processor.whole_copies import read_copy, whole_copies
 from lastwords.vocabulary import WholeCopy
 from tests import golden
