@@ -90,15 +90,6 @@ class Verdict:
     alone: bool = False
     """No controller has told it."""
 
-    @staticmethod
-    def controller_lost(rank: int, reason: str) -> Verdict:
-        """The controller went away for good while this rank waited for it."""
-        line = (
-            f"lastwords: rank {rank}: {reason}; this rank does not know whether a checkpoint was saved "
-            "(`lastwords latest PATH` prints the newest one)"
-        )
-        return Verdict(EXIT_NOT_SAVED, line, is_cause=True, alone=True)
-
 
 def say(line: str) -> None:
     """Write `line` to stderr. Without a word where nobody takes it: the terminal is closed, or there is no stderr."""
@@ -170,11 +161,14 @@ class Departure:
         self._last = last
         self._tell = tell
         self._users: list[Callable[[], object]] = []
-        self._verdict: Verdict | None = None
-        self._refused: str | None = None
+        self.verdict: Verdict | None = None
+        """What was decided. This and the next ones are written here alone."""
+        self.refused: str | None = None
+        """Why the controller refused this process."""
         self._lock = threading.Lock()
         self._announced = False
-        self._exit_code: int | None = None
+        self.exit_code: int | None = None
+        """What this process ends with, once that is certain."""
 
     @property
     def healed(self) -> bool:
@@ -184,25 +178,19 @@ class Departure:
     @property
     def decided(self) -> bool:
         """True once this process has to end."""
-        return self._verdict is not None or self._refused is not None
+        return self.verdict is not None or self.refused is not None
 
     def on_leave(self, function: Callable[[], object]) -> None:
         """Call it before the process is ended from here, after all files were flushed; `USERS_S` for all of them."""
         self._users.append(function)
 
-    @property
-    def verdict(self) -> Verdict | None:
-        """What was decided, if anything."""
-        return self._verdict
-
-    def decide(self, verdict: Verdict) -> bool:
-        """Take the first verdict; later ones change nothing. True if this one was the first."""
+    def decide(self, verdict: Verdict) -> None:
+        """Take the first verdict; later ones change nothing."""
         with self._lock:
-            if self._verdict is not None:
-                return False
-            self._verdict = verdict
+            if self.verdict is not None:
+                return
+            self.verdict = verdict
         self._tell(verdict)
-        return True
 
     def decide_alone(self, reason: str, then: Callable[[], None]) -> None:
         """The controller is gone; it may have ended the job while this rank was stopped. Returns at once.
@@ -217,11 +205,12 @@ class Departure:
         except Exception:  # the outermost frame of this thread: nothing is known then
             _log.exception("the record of how this job has ended could not be looked for")
             order = None
-        self.decide(
-            Verdict.controller_lost(self.rank, reason)
-            if order is None
-            else verdict_of(self.rank, order, healed=self.healed)
+        line = (
+            f"lastwords: rank {self.rank}: {reason}; this rank does not know whether a checkpoint was saved "
+            "(`lastwords latest PATH` prints the newest one)"
         )
+        alone = Verdict(EXIT_NOT_SAVED, line, is_cause=True, alone=True)
+        self.decide(alone if order is None else verdict_of(self.rank, order, healed=self.healed))
         then()
 
     def _look_up(self) -> Exit | None:
@@ -243,18 +232,8 @@ class Departure:
     def refuse(self, reason: str) -> None:
         """The controller refused this process; the training thread raises ConfigError with `reason`."""
         with self._lock:
-            if self._refused is None:
-                self._refused = reason
-
-    @property
-    def refused(self) -> str | None:
-        """Why the controller refused this process, if it did."""
-        return self._refused
-
-    @property
-    def exit_code(self) -> int | None:
-        """What this process ends with, once that is certain."""
-        return self._exit_code
+            if self.refused is None:
+                self.refused = reason
 
     def announce(self, *, ends: bool = True) -> None:
         """Print the one line, once; it names the exit code if this process `ends` by our doing, which is ours to know.
@@ -262,12 +241,12 @@ class Departure:
         Blocks where the reader of stderr has stopped.
         """
         with self._lock:
-            if self._announced or self._verdict is None:
+            if self._announced or self.verdict is None:
                 return
             self._announced = True
-            code = self._verdict.code if self._exit_code is None else self._exit_code
-            line = f"{self._verdict.line}; exit code {code}" if ends and not self.healed else self._verdict.line
-        if not self._verdict.line:
+            code = self.verdict.code if self.exit_code is None else self.exit_code
+            line = f"{self.verdict.line}; exit code {code}" if ends and not self.healed else self.verdict.line
+        if not self.verdict.line:
             return
         say(line)
 
@@ -276,14 +255,14 @@ class Departure:
 
         Raises SystemExit, and ConfigError if the controller refused this process.
         """
-        if self._refused is not None:
-            raise ConfigError(self._refused) from None
-        assert self._verdict is not None
+        if self.refused is not None:
+            raise ConfigError(self.refused) from None
+        assert self.verdict is not None
         if self.healed:
             self.end_now()
-        self.end_within(UNWIND_S, self._verdict.code)
-        self.announce(ends=self._exit_code is not None)
-        raise SystemExit(self._verdict.code if self._exit_code is None else self._exit_code) from None
+        self.end_within(UNWIND_S, self.verdict.code)
+        self.announce(ends=self.exit_code is not None)
+        raise SystemExit(self.verdict.code if self.exit_code is None else self.exit_code) from None
 
     def end_within(self, seconds: float, code: int) -> None:
         """End the process with `code` after at most `seconds`, and at interpreter exit without clean-up.
@@ -291,9 +270,9 @@ class Departure:
         The first code that this or `end_now` is called with is the one.
         """
         with self._lock:
-            if self._exit_code is not None:
+            if self.exit_code is not None:
                 return
-            self._exit_code = code
+            self.exit_code = code
         self._arm(code, seconds)
 
     def leave_to_user(self, error: BaseException, code: int) -> None:
@@ -309,9 +288,9 @@ class Departure:
     def end_now(self) -> None:
         """Any thread: announce and end the process at once. Does not return."""
         with self._lock:
-            if self._exit_code is None:
-                self._exit_code = EXIT_NOT_SAVED if self._verdict is None else self._verdict.code
-            code = self._exit_code
+            if self.exit_code is None:
+                self.exit_code = EXIT_NOT_SAVED if self.verdict is None else self.verdict.code
+            code = self.exit_code
         if self._arm(code, 0.0):
             threading.Event().wait()
 

@@ -118,7 +118,7 @@ class HostRing:
         """Whether this is the lowest rank of its host; known after `start`."""
         self._stopped = False
         self._pid = os.getpid()
-        self._watch = HostWatch(self._on_death, on_release=self._on_release, on_ending=self._on_ending)
+        self._watch = HostWatch(self._on_death, on_release=self._take_next, on_ending=self._on_ending)
 
     def start(self) -> None:
         """Begin to watch; call it once all ranks are registered. A host that cannot be watched is only logged.
@@ -157,9 +157,6 @@ class HostRing:
 
     def _on_ending(self, rank: int, how: str) -> None:
         self._report(replace(self._died[rank], how=how))
-
-    def _on_release(self, rank: int) -> None:
-        self._take_next(rank)
 
     def _take_next(self, gone: int) -> None:
         with self._lock:

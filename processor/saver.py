@@ -303,11 +303,9 @@ class CopiedState:
         memory.end()
 
     def position(self, step: int) -> Position | None:
-        """What the loop calls the step."""
         return self._position
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
-        """The unit's tensors."""
         return self._units[unit]
 
     def copied_unit(self, unit: str, step: int) -> UnitState:
@@ -315,11 +313,9 @@ class CopiedState:
         return self._units[unit]
 
     def local_states(self, ranks: Sequence[int], step: int) -> Mapping[int, LocalState]:
-        """Rank-local state."""
         return self._locals
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What a resume has to know about the run."""
         return self._facts
 
 

@@ -154,7 +154,7 @@ class Session:
         self._call: Any = None
         self._channel: Any = None
         self._heard = 0
-        self._up = False
+        self.up = False  # whether a connection is open at the moment
         self._accepted = False  # by the controller of this job, once at least
         self._refusals = 0  # since then, by somebody else
         self._closing = threading.Event()
@@ -170,11 +170,6 @@ class Session:
         descriptors.look_for_grpc()
         self._thread = threads.start_patiently(self._run, name="lastwords-session")
 
-    @property
-    def up(self) -> bool:
-        """Whether a connection is open at the moment."""
-        return self._up
-
     def send(self, report: Report) -> None:
         """Send a report as soon as possible. Never waits, never raises; a newer status replaces an older one."""
         drops, self._drops = self._drops, not self._outbox.put(report)
@@ -186,7 +181,7 @@ class Session:
         `ANSWER_S`. Its event loop hangs then, while the threads of its gRPC go on answering pings; the next connection
         comes up as soon as it answers. Called by one thread, often; never waits. asks, now_s: as `Silence` has them.
         """
-        self._silence.hear(self._heard if self._up else None, now_s)
+        self._silence.hear(self._heard if self.up else None, now_s)
         if asks and self._silence.is_over(asks, is_first=True, now_s=now_s):
             self._silence.begin(now_s)
             self._ask()
@@ -194,7 +189,7 @@ class Session:
     def _ask(self) -> None:
         with self._lock:
             call, channel = self._call, self._channel
-            if call is None or not self._up:
+            if call is None or not self.up:
                 return
             request = codec.state_request_to_bytes(without_ranks=True)
             state = channel.unary_unary(codec.STATE_METHOD)
@@ -214,7 +209,7 @@ class Session:
         self._outbox.end()
         if self._thread is None or self._thread is threading.current_thread() or not self._thread.is_alive():
             return
-        if self._up:
+        if self.up:
             self._thread.join(timeout_s)
         with self._lock:
             if self._call is not None:
@@ -232,15 +227,11 @@ class Session:
             try:
                 descriptors.look_for_grpc()
                 channel = grpc.insecure_channel(self.address, options=self._options)
-            except UnavailableError as error:
-                if named(error) != said:
-                    _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
-                said = named(error)
-                self._closing.wait(BACKOFF_MAX_S)
-                continue
             except Exception as error:  # outermost loop of a thread: whatever it was, the next try may do better
                 if named(error) != said:
-                    _log.exception("session of rank %d with %s cannot begin", self.rank, self.address)
+                    unknown = not isinstance(error, UnavailableError)
+                    why = "rank %d cannot connect to the controller yet: %s"
+                    _log.warning(why, self.rank, error, exc_info=unknown)
                 said = named(error)
                 self._closing.wait(BACKOFF_MAX_S)
                 continue
@@ -282,14 +273,14 @@ class Session:
                 if codec.JOB_KEY in dict(call.initial_metadata() or ()):
                     self._failures = self._refusals = 0
                     self._accepted = True
-                    self._up = True
+                    self.up = True
                     self._on_up()
                 for raw in call:
                     self._take(raw)
             except grpc.RpcError:
                 pass  # the status below says what happened
             finally:
-                was_up, self._up = self._up, False
+                was_up, self.up = self.up, False
                 self._outbox.open()  # ends the iterator of this connection
                 call.cancel()
                 with self._lock:

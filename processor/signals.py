@@ -29,7 +29,7 @@ import socket
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -60,23 +60,15 @@ class SignalGuard:
 
     on_signal: called in the guard's own thread, once for each stop signal.
     on_ask: called there for each SIGUSR1, as long as nobody else handles it; None: it is left alone.
-    deferred: signals of other owners whose handlers must not run inside an update.
 
     A stop signal that is ignored (SIG_IGN, as for a job in the background) stays ignored. The first SIGINT only
     reports; the second runs the handler that was there before (KeyboardInterrupt), after the update if one is under
     way; every further one at once.
     """
 
-    def __init__(
-        self,
-        on_signal: Callable[[int], None],
-        *,
-        on_ask: Callable[[], None] | None = None,
-        deferred: Iterable[signal.Signals] = _DEFERRED,
-    ) -> None:
+    def __init__(self, on_signal: Callable[[int], None], *, on_ask: Callable[[], None] | None = None) -> None:
         self._on_signal = on_signal
         self._on_ask = on_ask
-        self._deferred = tuple(deferred)
         self._updating = False
         self._incident = False
         self._stop_requested = False
@@ -130,7 +122,7 @@ class SignalGuard:
         self._read_end, self._write_end = read_end, write_end
         write_end.setblocking(False)
         self._installed = True
-        for number in dict.fromkeys((*_STOPS, *UNHANDLED_STOPS, *self._deferred)):
+        for number in dict.fromkeys((*_STOPS, *UNHANDLED_STOPS, *_DEFERRED)):
             self._take(number)
         if self._on_ask is not None and signal.getsignal(ASKS) is signal.SIG_DFL and not _handled_in_c(ASKS):
             self._set(ASKS, self._asks, signal.SIG_DFL)
@@ -177,11 +169,6 @@ class SignalGuard:
     def end_update(self) -> bool:
         """The update is whole. True if `run_deferred` should follow, at a place where an exception does no harm."""
         self._updating = False
-        return bool(self._pending)
-
-    @property
-    def pending(self) -> bool:
-        """Whether `run_deferred` has something to do once it may."""
         return bool(self._pending)
 
     @property

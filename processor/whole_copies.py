@@ -348,8 +348,6 @@ class Devices(Protocol):
 
 
 class _Content(NamedTuple):
-    """What a copy holds."""
-
     units: dict[str, UnitState]
     local: LocalState | None
 

@@ -163,7 +163,7 @@ def test_the_second_sigint_waits_for_the_update_and_the_third_does_not(guard: Si
     with update(guard):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert guard.pending
+        assert guard._pending
         guard.run_deferred()
     with pytest.raises(KeyboardInterrupt):
         guard.run_deferred()
@@ -238,10 +238,10 @@ def test_a_handler_set_after_the_guard_waits_for_the_end_of_the_update(
     with update(guard):
         interrupted_update(halves, number)
     assert halves == [1, 2]
-    assert guard.pending
+    assert guard._pending
     with pytest.raises(RuntimeError, match="DataLoader"):
         guard.run_deferred()
-    assert not guard.pending
+    assert not guard._pending
     guard.run_deferred()
 
 
@@ -250,7 +250,7 @@ def test_outside_an_update_a_handler_runs_at_once(guard: SignalGuard) -> None:
     guard.refresh()
     with pytest.raises(RuntimeError):
         signal.raise_signal(signal.SIGCHLD)
-    assert not guard.pending
+    assert not guard._pending
 
 
 def test_in_an_incident_a_handler_waits_until_it_was_a_false_alarm(guard: SignalGuard) -> None:
@@ -274,7 +274,7 @@ def test_once_a_stop_was_asked_for_dead_children_are_nothing_new(guard: SignalGu
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGCHLD)
     guard.run_deferred()
-    assert guard.pending
+    assert guard._pending
 
 
 def test_a_handler_that_calls_the_one_before_it_does_not_run_in_circles(guard: SignalGuard) -> None:
@@ -304,7 +304,7 @@ def test_a_handler_that_calls_the_one_before_it_does_not_run_in_circles(guard: S
 def test_other_signals_can_be_deferred_as_well(reports: Reports) -> None:
     theirs = Calls()
     before = signal.signal(signal.SIGUSR1, theirs)
-    guard = SignalGuard(reports, deferred=(signal.SIGCHLD, signal.SIGUSR1))
+    guard = SignalGuard(reports)
     guard.install()
     with update(guard):
         signal.raise_signal(signal.SIGUSR1)
