@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import logging
 import os
-import select
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ from lastwords.launcher.events import (
     Stopped,
 )
 from lastwords.launcher.forks import Ahead, ForkServer
-from lastwords.launcher.link import Complaints, Connection
+from lastwords.launcher.link import Complaints, Connection, Reception
 from lastwords.launcher.processes import (
     RankProcess,
     RankSeat,
@@ -227,6 +227,8 @@ class Host:
         self._report = report
         self._server, self._name = listening(len(seats))
         """Where the ranks of this host come to."""
+        self._server.setblocking(False)
+        self._reception = Reception(self._server)
         common = {**os.environ, **_common([seat.env for seat in seats.values()])}
         self._forks = ForkServer(program.python, common, selector, program.preload, program.path_of(seats))
         self._begun = begun
@@ -248,7 +250,6 @@ class Host:
         return max(0.0, min(due_s for due_s, _ in self._later) - mono_s()) if self._later else None
 
     def tick(self) -> None:
-        """Time has passed."""
         now_s = mono_s()
         due = [act for due_s, act in self._later if due_s <= now_s]
         self._later = [one for one in self._later if one[0] > now_s]
@@ -489,42 +490,31 @@ class Host:
 
     def _accept(self) -> None:
         """All that have come: one that ends at once may not have been met, and can only be as long as it is there."""
-        pending = select.poll()
-        pending.register(self._server, select.POLLIN)
-        while self._server in self._selector.get_map() and pending.poll(0):
-            self._accept_one()
+        while (taken := self._reception.accept()) is not None:
+            self._take(taken[0])
 
-    def _accept_one(self) -> None:
-        self._selector.unregister(self._server)  # or a connection that cannot be taken is seen again and again
-        taken: list[Connection] = []
-        self._try("a process of this job cannot connect", lambda: taken.append(self._take()))
-        for connection in taken:
-            connection.read()
-
-    def _take(self) -> Connection:
-        link, _ = self._server.accept()
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        who = _Who()
+    def _take(self, link: socket.socket) -> None:
         pid, uid = peer(link)
         connection = Connection(
-            link, self._selector, f"process {pid}", lambda message: read(message, RankHello | FromRank, who.rank),
-            lambda report: self._hear(who, connection, report), self._complaints,
+            link, self._selector, f"process {pid}",
+            lambda message: read(message, RankHello | FromRank, connection.rank),
+            lambda report: self._hear(connection, report), self._complaints,
         )  # fmt: skip
         if uid not in (os.geteuid(), 0):
             self._complaints.tell(f"user {uid}", "has come to the socket of this launcher's ranks, and is not heard")
-            connection.close()
-        return connection
+            return connection.close()
+        connection.read()
 
-    def _hear(self, who: _Who, link: Connection, report: RankHello | FromRank | None) -> None:
+    def _hear(self, link: Connection, report: RankHello | FromRank | None) -> None:
         match report:
             case RankHello():
-                self._meet(who, link, report)
+                self._meet(link, report)
             case None:
                 pass  # how a process ends is told by its pidfd
-            case _ if who.rank == OWN:
+            case _ if link.rank == OWN:
                 pass
             case RankRaised():
-                self._raised[who.rank] = report
+                self._raised[link.rank] = report
             case Loaded(files):
                 self._files.add(files)
             case ControllerWanted():
@@ -540,7 +530,7 @@ class Host:
                         self._record = record or self._record
                 self._report(report)
 
-    def _meet(self, who: _Who, link: Connection, hello: RankHello) -> None:
+    def _meet(self, link: Connection, hello: RankHello) -> None:
         """A process introduces itself. Each one that was started leads a session, also where a shell is around it.
 
         What is left of a process of an earlier generation is not heard.
@@ -558,7 +548,7 @@ class Host:
             link.close()
             return self._lost(f"{name} {wrong}")
         link.let_in(name)
-        who.rank = rank
+        link.rank = rank
         self._links[rank] = link
         self._raised.pop(rank, None)  # of one before it in the same shell, which tries again
 
@@ -571,12 +561,6 @@ class Host:
         number, log = min(self._controllers, default=0) - 1, wanted.log
         self._controllers[number] = answer
         self._forks.fork([Fork(number, wanted.environment, wanted.arguments, False, log, log, 1, "", 0, "", 0)])
-
-
-class _Who:
-    """Who is at the other end of a link; OWN before it has introduced itself."""
-
-    rank = OWN
 
 
 class _ProgramFiles:

@@ -19,6 +19,7 @@ from typing import Any
 from lastwords.checkpoint.codec import from_json
 from lastwords.clock import mono_s
 from lastwords.errors import FormatError
+from lastwords.launcher.protocol import OWN
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class Connection:
     ) -> None:
         self.peer = peer
         self.open = True
+        self.rank = OWN
+        """At the other end, once it is known."""
         self.broken = False
         """The peer has said what is not understood, so it is not heard any more."""
         self._link, self._selector, self._decode, self._hear = link, selector, decode, hear
@@ -261,6 +264,8 @@ class Reception:
         """
         try:
             link, address = self._server.accept()
+            if link.family == socket.AF_UNIX:
+                return link, ""
             keep_alive(link)
             return link, str(address[0]).removeprefix("::ffff:")
         except BlockingIOError:

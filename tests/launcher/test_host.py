@@ -23,7 +23,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lastwords.launcher import host as module
-from lastwords.launcher import processes
+from lastwords.launcher import link, processes
 from lastwords.launcher.agent import _Round
 from lastwords.launcher.events import (
     Awaited,
@@ -420,10 +420,8 @@ def test_the_end_of_a_process_comes_with_what_it_has_said_and_the_first_bad_one_
     def end(*said: RankRaised, by: Event | None = None, command: str = "exit 1") -> int:
         host.obey(Enter(1))
         pid = host.has("sh", "-c", command if by is None else "sleep 60").pid
-        who = module._Who()
-        who.rank = 0
         for one in said:
-            host._hear(who, SimpleNamespace(), one)  # type: ignore[arg-type]
+            host._hear(SimpleNamespace(rank=0), one)  # type: ignore[arg-type]
         if by is not None:
             host.obey(by)  # type: ignore[arg-type]
         host.until(Ended)
@@ -575,18 +573,18 @@ def test_a_shortage_that_lasts_and_any_other_failure_end_the_job(host: TestHost,
     golden.says("\n".join(one.why for one in host.of(Lost)))
 
 
-def test_a_connection_that_cannot_be_taken_is_taken_later(
-    host: TestHost, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_cannot_be_taken_is_taken_later(host: TestHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host.begin()
-    accept, shortage = host._server.accept, Shortage(1)
-    monkeypatch.setattr(host, "_server", Accepts(host._server, lambda: (shortage(), accept())[1]))
+    accept, shortage, pauses = host._server.accept, Shortage(1), list[float]()
+    monkeypatch.setattr(link.time, "sleep", pauses.append)
+    monkeypatch.setattr(host._reception, "_server", Accepts(host._server, lambda: (shortage(), accept())[1]))
     with socket.socket(socket.AF_UNIX) as rank:
         rank.connect(host._server.getsockname())
         host._accept()
-        assert not host._selector.select(0), "or it would be tried again without a pause"
-        clock.now_s += module.SHORTAGE_PAUSE_S
-        host.tick()
+        assert pauses == [link.AGAIN_S], "or it would be tried again without a pause"
+        assert len(host._selector.get_map()) == 1
+        for key, _ in host._selector.select(0):
+            key.data()
         assert len(host._selector.get_map()) == 2
 
 
