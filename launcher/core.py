@@ -298,25 +298,10 @@ class Roster:
         one.due_s, one.told_s, one.look_s = at_s, told_s, look_s
         self.awake_at(at_s, told_s, look_s)
 
-    def is_told_to_end(self, one: Rank, now_s: float) -> None:
-        """By a signal."""
-        self.due(one, now_s + TOLD_S)
-
-    def others_leave(self, now_s: float) -> None:
-        """A rank has left, so that all can."""
-        for _, one in self.at(RankPlace.RUNNING):
-            if not one.killed:
-                self.leaves(one, now_s)
-
     def leaves(self, one: Rank, now_s: float) -> None:
         """It can: a rank has left. One that was stopped before is due sooner, and looked at again."""
         due_s, notice_s = now_s + LEAVE_S, now_s + LEAVE_NOTICE_S
         self.due(one, due_s if one.due_s is None else min(one.due_s, due_s), told_s=notice_s, look_s=notice_s)
-
-    def go_on(self) -> None:
-        """Nobody has to end."""
-        for one in self.ranks.values():
-            self.due(one, None)
 
     def saves(self, one: Rank, now_s: float) -> None:
         """It ends once there is a checkpoint."""
@@ -343,9 +328,9 @@ class LauncherCore:
     keeps: bool = False
     """Whether another launcher may follow this one, and goes by what was kept."""
     stopped: bool = False
-    _ranks: Roster = field(init=False)
-    _healing: bool = True
+    heals: bool = True
     """Between the first sign that a generation is over and the `Enter` of the next one; also at the start."""
+    _ranks: Roster = field(init=False)
     _guarded: bool = False
     """A controller has looked after a rank, in this generation or an earlier one."""
     _saved: Mapping[int, int] = field(default_factory=dict)
@@ -372,7 +357,7 @@ class LauncherCore:
 
         Its ranks count as guarded until they say otherwise: one that is ended from here would leave without saving.
         """
-        self.entry, self._saved, self._healing, self._guarded = entry, {1: step}, False, True
+        self.entry, self._saved, self.heals, self._guarded = entry, {1: step}, False, True
         for rank in self.world:
             self._is_inside(rank, begun=True, loops=1)
 
@@ -384,11 +369,6 @@ class LauncherCore:
     def place(self, rank: int) -> RankPlace:
         """Where this rank's process is."""
         return self._ranks[rank].place
-
-    @property
-    def heals(self) -> bool:
-        """The generation is over, and the next one has not begun; also before the first one."""
-        return self._healing
 
     def is_by_itself(self, event: Ended) -> bool:
         """Whether this end is a failure of the rank's own; its controller tells it to leave in either case."""
@@ -435,7 +415,7 @@ class LauncherCore:
     def _ready(self, event: Ready, now_s: float) -> list[Effect]:
         rank, one = event.rank, self._ranks[event.rank]
         self.entry = max(self.entry, event.entered + 1)
-        if one.runs and not self._healing:
+        if one.runs and not self.heals:
             return self._ended(Ended(rank, UNKNOWN_CODE), now_s)
         self._ranks.put(rank, RankPlace.READY)
         return self._go_on(now_s)
@@ -456,7 +436,7 @@ class LauncherCore:
         return self._stop(f"{why}\n{again}", saved=True)
 
     def _enter(self) -> list[Effect]:
-        self._healing = self._leaving = self._left_out = False
+        self.heals = self._leaving = self._left_out = False
         self._ranks.renew()
         return [Enter(self.entry, step=self._step)]
 
@@ -491,14 +471,13 @@ class LauncherCore:
         self._is_inside(event.rank, begun=event.begun, loops=event.loops)
         if event.begun:
             self._ranks.loop_begins(event.rank)
-        if self._healing and self._ranks.are_all(
-            RankPlace.RUNNING
-        ):  # what the launcher before this one had kept was lost
-            self._healing = False
-            self._ranks.go_on()
+        if self.heals and self._ranks.are_all(RankPlace.RUNNING):  # what the launcher before this one had kept was lost
+            self.heals = False
+            for one in self._ranks.ranks.values():
+                self._ranks.due(one, None)
             self.entry = event.generation
             return self._keep()
-        if not self._healing:
+        if not self.heals:
             self.entry = max(self.entry, event.generation)
             return []
         self.entry = max(self.entry, event.generation + 1)
@@ -522,7 +501,7 @@ class LauncherCore:
         one = self._ranks[rank]
         self._ranks.over = max(self._ranks.over, one.loop)
         one.loops, one.begun, one.guarded = one.loop, False, False
-        if not one.runs or not self._healing or one.told or one.killed:
+        if not one.runs or not self.heals or one.told or one.killed:
             return []
         return self._end_inside(rank, now_s)
 
@@ -534,12 +513,14 @@ class LauncherCore:
         one = self._ranks[event.rank]
         if not one.runs:
             return []
-        effects = [] if self._healing else self._over(event.rank, now_s)
+        effects = [] if self.heals else self._over(event.rank, now_s)
         self._guarded = one.left = True
         self._progress(one.loop, event.step)
         if not (self._leaving or event.alone):
             self._leaving = True
-            self._ranks.others_leave(now_s)
+            for _, other in self._ranks.at(RankPlace.RUNNING):
+                if not other.killed:
+                    self._ranks.leaves(other, now_s)
         return effects
 
     def _progress(self, loop: int, step: int) -> None:
@@ -558,7 +539,7 @@ class LauncherCore:
         if event.lasting and code and not one.killed:
             self.stopped = True
             return [Stop(f"rank {rank}: {event.raised}", lasting=True)]
-        if code == 0 and not self._healing:
+        if code == 0 and not self.heals:
             self._ranks.put(rank, RankPlace.DONE)
             return self._stop(None) if self._ranks.are_all(RankPlace.DONE) else []
         if one.told or one.killed or (one.left and not event.raised):
@@ -566,7 +547,7 @@ class LauncherCore:
             return self._go_on(now_s)
         if not self._guarded and code != UNKNOWN_CODE:  # which may be that of whoever has started it
             return self._stop(f"rank {rank} ended before lastwords protected it: {event.words}")
-        effects = [] if self._healing else self._over(rank, now_s)
+        effects = [] if self.heals else self._over(rank, now_s)
         self._crashes.ended(event)
         self._ranks.put(rank, RankPlace.READY)
         if one.lacks:
@@ -580,7 +561,7 @@ class LauncherCore:
     def _over(self, rank: int, now_s: float) -> list[Effect]:
         """This generation is over, and `rank` was the first to show it."""
         self._crashes.over()
-        self._healing = True
+        self.heals = True
         self.entry += 1
         for other, _ in self._ranks.at(RankPlace.DONE):
             self._crashes.ended(Ended(other, 0))
@@ -604,7 +585,7 @@ class LauncherCore:
             self._left_out = True  # it may be guarded
             return []
         one.told = True
-        self._ranks.is_told_to_end(one, now_s)
+        self._ranks.due(one, now_s + TOLD_S)
         return [End(rank)]
 
     def _end_those_left_out(self, now_s: float) -> list[Effect]:

@@ -109,7 +109,7 @@ class World:
             core._ranks.guarded,
             core._ranks.begun,
             core._ranks.over,
-            core._healing,
+            core.heals,
             core.stopped,
             core._leaving,
             core._guarded,
@@ -394,7 +394,7 @@ class Hasty(LauncherCore):
     """Begins as soon as one can be started."""
 
     def _go_on(self, now_s: float) -> list[Effect]:
-        return self._enter() if self._healing and self.entry else super()._go_on(now_s)
+        return self._enter() if self.heals and self.entry else super()._go_on(now_s)
 
 
 class Impatient(LauncherCore):

@@ -106,7 +106,7 @@ class World:
                 core.entry,
                 tuple(core._saved.items()),
                 core._guarded,
-                core._healing,
+                core.heals,
                 core._leaving,
                 core._left_out,
                 core.stopped,
@@ -476,7 +476,7 @@ class Counting(LauncherCore):
 
     def _inside(self, event: Inside, now_s: float) -> list[Effect]:
         effects = super()._inside(event, now_s)
-        self.entry += not self._healing
+        self.entry += not self.heals
         return effects
 
 
