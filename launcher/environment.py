@@ -77,21 +77,18 @@ def cluster_of(environ: Mapping[str, str], role: str = "") -> Cluster | None:
     return cluster
 
 
-def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
-    """Names that no variable of a cluster has, but almost, and which: one that is not set.
+def _hints(environ: Mapping[str, str]) -> list[str]:
+    """About names that no variable of a cluster has, but almost: that of one that is not set.
 
-    >>> misspelt({"MS_ENABLE_RECOVER": "1", "MS_WORKER_IP": "10.0.0.7", "MS_ROLE": "MS_SCHED"})
-    {'MS_ENABLE_RECOVER': 'MS_ENABLE_RECOVERY'}
+    >>> _hints({"MS_ENABLE_RECOVER": "1", "MS_WORKER_IP": "10.0.0.7", "MS_ROLE": "MS_SCHED"})
+    ['MS_ENABLE_RECOVER is set, which lastwords does not read: is MS_ENABLE_RECOVERY meant?']
     """
     unset = [name for name in _NAMES if not environ.get(name)]
     strange = sorted(name for name in environ if name.startswith("MS_") and name not in _NAMES)
     close = {name: difflib.get_close_matches(name, unset, 1, _LIKENESS) for name in strange}
-    return {name: meant[0] for name, meant in close.items() if meant}
-
-
-def _hints(environ: Mapping[str, str]) -> list[str]:
-    meant = misspelt(environ)
-    return [f"{name} is set, which lastwords does not read: is {meant[name]} meant?" for name in meant]
+    return [
+        f"{name} is set, which lastwords does not read: is {meant[0]} meant?" for name, meant in close.items() if meant
+    ]
 
 
 def _cluster_of(environ: Mapping[str, str], role: str) -> Cluster | None:

@@ -30,7 +30,7 @@ from typing import Any
 from lastwords.clock import mono_s
 from lastwords.errors import counted, named
 from lastwords.launcher.link import RECV_BYTES, Lines, send
-from lastwords.launcher.processes import children as children_of_this
+from lastwords.launcher.processes import PAUSE_S, children
 from lastwords.launcher.protocol import (
     Fork,
     Forked,
@@ -67,9 +67,6 @@ LOOKING_UP = ("os", "_collections_abc", "collections.abc", __name__)
 
 UNMISSED = ("jemalloc_bg_thd",)
 """Threads that a library starts again in a fork."""
-
-PAUSE_S = 0.001
-"""Between two looks whether a process or a thread has ended."""
 
 JOINED_S = 0.2
 """How long the kernel may take to end a thread that Python has joined."""
@@ -283,8 +280,8 @@ def why_not() -> str:
     if distributed.is_available() and distributed.is_initialized():
         return "it has made a process group"
     trackers = {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    if children := [*{*children_of_this()} - trackers]:
-        return f"it has started {len(children)} process{'es' * (len(children) > 1)}"
+    if own := [*{*children()} - trackers]:
+        return f"it has started {len(own)} process{'es' * (len(own) > 1)}"
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("/dev/nvidia"):

@@ -133,7 +133,6 @@ class Head:
         return max(0.0, self._own_time.look_mono_s(min(dues_s)) - mono_s()) if dues_s else None
 
     def tick(self) -> None:
-        """Time has passed."""
         if self._hosts_due_s is not None and self._own_time.at(mono_s()) >= self._hosts_due_s:
             self._hosts_due_s = None
             missing = ranks_text(rank for rank in range(self._size) if rank not in self._host_of)
@@ -191,9 +190,9 @@ class Listener:
     """Where the launchers of other hosts come to their head. Whoever does not know the token is not heard."""
 
     def __init__(self, head: Head, selector: selectors.BaseSelector) -> None:
-        self._head, self._selector = head, selector
-        self._token = secrets.token_hex(16)
-        self._complaints = Complaints()
+        self.head, self.selector = head, selector
+        self.token = secrets.token_hex(16)
+        self.complaints = Complaints()
         self._server = listening(0, HOSTS_AT_ONCE)
         self._reception = Reception(self._server)
         self._links: list[_Launcher] = []
@@ -202,7 +201,7 @@ class Listener:
 
     def invitation(self, address: str) -> str:
         """What another launcher has to know, over a channel that only launchers of this job read."""
-        return json.dumps({"address": address, "port": self._server.getsockname()[1], "token": self._token})
+        return json.dumps({"address": address, "port": self._server.getsockname()[1], "token": self.token})
 
     def end(self) -> None:
         """Nobody is heard any more."""
@@ -216,7 +215,7 @@ class Listener:
         self._strangers = [one for one in self._strangers if one.connection.open and not one.known]
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.pop(0).connection.close()
-        one = _Launcher(self._head, self._token, *taken, self._selector, self._complaints)
+        one = _Launcher(self, *taken)
         self._links = [link for link in self._links if link.connection.open] + [one]
         self._strangers.append(one)
 
@@ -224,19 +223,12 @@ class Listener:
 class _Launcher:
     """That of another host: the token and its ranks come over its connection first, then events."""
 
-    def __init__(
-        self,
-        head: Head,
-        token: str,
-        link: socket.socket,
-        address: str,
-        selector: selectors.BaseSelector,
-        complaints: Complaints,
-    ) -> None:
-        self._head, self._token, self._address, self._complaints = head, token, address, complaints
+    def __init__(self, listener: Listener, link: socket.socket, address: str) -> None:
+        self._head, self._token, self._complaints = listener.head, listener.token, listener.complaints
+        self._address = address
         self.known = False
         self.connection = Connection(
-            link, selector, f"a process at {address}", self._decode, self._hear, complaints,
+            link, listener.selector, f"a process at {address}", self._decode, self._hear, self._complaints,
             Lines(STRANGER_LINE_BYTES_MAX),
         )  # fmt: skip
 

@@ -104,7 +104,7 @@ class Candidate:
                 why = f"there is no scheduler: {error}"
             else:
                 if isinstance(answer, Joined):
-                    self._take_place(answer.answer)
+                    self._name, self._rank, self._job = answer.answer.name, answer.answer.rank, answer.answer.job
                     return answer
                 why = f"the scheduler refuses this worker: {answer.why}"
                 if answer.done:
@@ -121,9 +121,6 @@ class Candidate:
                 told_s = now_s
                 _log.warning("waiting for the scheduler at %s: %s", self._cluster.address, why)
             time.sleep(AGAIN_S)
-
-    def _take_place(self, answer: Admission) -> None:
-        self._name, self._rank, self._job = answer.name, answer.rank, answer.job
 
     def ask(self) -> Joined | Rejected:
         """The scheduler's answer. NO_ANSWER, ConfigError."""

@@ -74,7 +74,6 @@ class ImportTimes:
         self._begun_s = 0.0
 
     def begin(self) -> None:
-        """The script begins."""
         sys.meta_path.insert(0, self)
 
     def end(self) -> Mapping[str, float]:
@@ -163,9 +162,11 @@ EXIT_REFUSED, EXIT_BUSY = 2, 5
 """Those of the command `lastwords` for the same errors."""
 
 
-def exit_code_of_refusal(error: BaseException) -> int:
-    """Of a ConfigError or a BusyError."""
-    return EXIT_BUSY if isinstance(error, BusyError) else EXIT_REFUSED
+def refused(error: ConfigError | BusyError, rank: str) -> SystemExit:
+    """With which this process ends, as soon as people are told."""
+    _log.debug("refused", exc_info=True)
+    say(f"lastwords: {refusal_line(error, rank)}")
+    return SystemExit(EXIT_BUSY if isinstance(error, BusyError) else EXIT_REFUSED)
 
 
 def refusal_line(error: BaseException, rank: str) -> str:
@@ -226,7 +227,8 @@ def run(one: Fork, left_out: Sequence[str] = ()) -> NoReturn:
         return times.end()
 
     reporter.use(reporter.Reporter(one.report, one.rank, one.step, begun))
-    _tell_apart(one)
+    argv = os.fsencode(" ".join(one.argv)).decode(errors="replace")
+    setproctitle.setproctitle(f"{argv} [lastwords rank {one.rank}]")
     times.begin()
     try:
         _execute(one)
@@ -234,10 +236,8 @@ def run(one: Fork, left_out: Sequence[str] = ()) -> NoReturn:
         _tell(error.__cause__ if isinstance(error.__cause__, ConfigError | BusyError) else error)
         raise
     except (ConfigError, BusyError) as error:
-        _log.debug("refused", exc_info=True)
         _tell(error)
-        say(f"lastwords: {refusal_line(error, str(one.rank))}")
-        raise SystemExit(exit_code_of_refusal(error)) from None
+        raise refused(error, str(one.rank)) from None
     except BaseException as error:  # outermost, as the interpreter is
         _tell(error)
         _show(error)
@@ -289,12 +289,6 @@ def _become(one: Fork) -> None:
         torch.set_num_threads(one.threads)
         threadpoolctl.threadpool_limits(one.threads)  # type: ignore[no-untyped-call]
     atexit.register(gc.unfreeze)
-
-
-def _tell_apart(one: Fork) -> None:
-    """In `ps` and the like."""
-    argv = os.fsencode(" ".join(one.argv)).decode(errors="replace")
-    setproctitle.setproctitle(f"{argv} [lastwords rank {one.rank}]")
 
 
 def _say_too_late(one: Fork, read: tuple[str, ...]) -> None:

@@ -36,8 +36,6 @@ SAVED, NOT_SAVED = ExitKind.SAVED.name, ExitKind.NOT_SAVED.name
 
 _STAND = re.compile(r"([A-Z_]+)\((\d+)\)")
 _NONE: dict[str, Any] = {"events": []}
-NOTHING_MORE: Mapping[str, Any] = {}
-NO_IMPORTS: Mapping[str, float] = {}
 
 IMPORTS_S = 0.2
 """From where on it is worth a word how long imports have taken."""
@@ -62,29 +60,26 @@ class Recovery:
 
     def died(self, rank: int, code: int, now_s: float, how: str = "", raised: str = "") -> None:
         """A process has ended by itself. code, how, raised: as of `events.Ended`."""
-        more = {name: words for name, words in (("how", how), ("raised", raised)) if words}
-        self._events.append({"what": "died", "mono_s": round(now_s, 6), "rank": rank, "code": code, **more})
+        self._note("died", now_s, rank=rank, code=code, **_said(how=how, raised=raised))
 
     def left(self, rank: int, step: int, now_s: float, ended: int = 0) -> None:
         """`rank` is told to leave. step: the newest one that it knows to be saved. ended: that it has ended."""
         self._step, self._ended = max(self._step, step), max(self._ended, ended)
-        self._note("left", rank, now_s)
+        self._note("left", now_s, rank=rank)
 
     def entered(self, entry: int, now_s: float) -> None:
-        """A generation begins."""
         self._entry, self._entered_s, self._late = entry, now_s, {*self.ranks}
         if self._events:
-            self._events.append({"what": "entered", "mono_s": round(now_s, 6)})
+            self._note("entered", now_s)
         else:
             self._began_s = now_s
 
-    def begun(self, rank: int, step: int, now_s: float, imports: Mapping[str, float] = NO_IMPORTS) -> None:
+    def begun(self, rank: int, step: int, now_s: float, imports: Mapping[str, float]) -> None:
         """The loop of `rank` begins after `step`. imports: as of `events.Begun`."""
         if not self._events:
             return
         self._step = max(self._step, step)
-        more = {"imports": {**imports}} if imports and not self._told_of_imports else NOTHING_MORE
-        self._note("begun", rank, now_s, more)
+        self._note("begun", now_s, rank=rank, **_said(imports={} if self._told_of_imports else {**imports}))
 
     def updated(self, rank: int, now_s: float, inexact: str = "") -> dict[str, Any] | None:
         """`rank` has ended its first step in this generation. The recovery's record, if it is the last one to do so.
@@ -94,7 +89,7 @@ class Recovery:
         if not self._events:
             self._trained = True
             return None
-        self._note("updated", rank, now_s, {"inexact": inexact} if inexact else NOTHING_MORE)
+        self._note("updated", now_s, rank=rank, **_said(inexact=inexact))
         self._late.discard(rank)
         if self._late:
             return None
@@ -105,15 +100,19 @@ class Recovery:
             "began_mono_s": round(self._began_s, 6),
             "died_mono_s": min(one["mono_s"] for one in self._events),
             "events": self._events,
-            **({"trained": True} if self._trained else {}),
-            **({"ended": self._ended} if self._ended else {}),
+            **_said(trained=self._trained, ended=self._ended),
         }
         self._told_of_imports = self._told_of_imports or _imports(self._events) != ""
         self._events, self._step, self._ended, self._began_s, self._trained = [], 0, 0, self._entered_s, True
         return record
 
-    def _note(self, what: str, rank: int, now_s: float, more: Mapping[str, Any] = NOTHING_MORE) -> None:
-        self._events.append({"what": what, "mono_s": round(now_s, 6), "rank": rank, **more})
+    def _note(self, what: str, now_s: float, **more: Any) -> None:
+        self._events.append({"what": what, "mono_s": round(now_s, 6), **more})
+
+
+def _said(**more: Any) -> dict[str, Any]:
+    """What of it there is."""
+    return {name: one for name, one in more.items() if one}
 
 
 def sentence(record: Mapping[str, Any], incident: Mapping[str, Any] | None) -> str:
@@ -154,15 +153,11 @@ STEPS AFTER 20 ARE LOST, resumed after step 20'
     unsaved = incident is None or incident.get("outcome", SAVED) == NOT_SAVED
     if unsaved and record.get("trained") and not _newest_ended(incident, record.get("ended", 0)):
         lost = f"STEPS AFTER {record['step']}" if record["step"] else "ALL STEPS"
-        if dead.keys() >= {*_ranks(record["events"])}:
+        if dead.keys() >= {one["rank"] for one in record["events"] if "rank" in one}:
             saved = f"{_not_saved(incident)}: {lost} ARE LOST, {saved}"
         elif not any(one["what"] == "left" for one in record["events"]):
             saved = f"{lost} MAY BE LOST, since no rank has said what it saved; {saved}"
     return f"{who}: {', '.join(found)}{imports}; {saved}{inexact}"
-
-
-def _ranks(events: Iterable[Mapping[str, Any]]) -> Iterable[int]:
-    return (one["rank"] for one in events if "rank" in one)
 
 
 def _inexact(events: Iterable[Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ has with it an HMAC, with the token, of the application and of a nonce that was 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -95,18 +96,16 @@ def servers(host: str, port: int, backlog: int) -> list[socket.socket]:
     """For connections to `host`; one or more. ConfigError for a name that is not known here, OSError."""
     found = _resolved(host, port)
     made: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as closing:
         for family, address in found:
             try:
-                made.append(listening(port, backlog, (family, address)))
+                made.append(closing.enter_context(listening(port, backlog, (family, address))))
             except OSError as error:
                 if error.errno not in _NOT_HERE:
                     raise
-    except OSError:
-        _close(made)
-        raise
-    if made and (_means_this_host(host) or not all(_is_loopback(one.getsockname()[0]) for one in made)):
-        return made
+        if made and (_means_this_host(host) or not all(_is_loopback(one.getsockname()[0]) for one in made)):
+            closing.pop_all()
+            return made
     addresses = ", ".join(dict.fromkeys(str(address[0]) for _, address in found))
     _log.warning(
         "MS_SCHED_HOST=%s%s %s; the scheduler listens at all addresses of this host",
@@ -114,7 +113,6 @@ def servers(host: str, port: int, backlog: int) -> list[socket.socket]:
         "" if addresses == host else f" ({addresses} on this host)",
         "cannot be reached from other hosts" if made else "is no address of this host",
     )
-    _close(made)
     return [listening(port, backlog)]
 
 
@@ -131,24 +129,14 @@ def _resolved(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 
 def _means_this_host(host: str) -> bool:
     """Whether whoever wrote `host` has named this very host, if it is a loopback address."""
-    return "localhost" in host.lower() or _is_address(host)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return "localhost" in host.lower()
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _close(made: list[socket.socket]) -> None:
-    for server in made:
-        server.close()
 
 
 STATE_LOOK_S = 5.0
@@ -423,7 +411,6 @@ class Scheduler:
     # ------------------------------------------------------------------ what is said and done
 
     def hear(self, rank: int, report: FromSupervisor) -> None:
-        """What a worker says."""
         match report:
             case Done(entry):
                 self._member(rank).done = True
@@ -544,7 +531,6 @@ class _Link:
         )  # fmt: skip
 
     def tell(self, order: ToSupervisor | Challenge | Admission) -> None:
-        """To the process."""
         self.connection.tell(to_message(order))
 
     def _decode(self, message: dict[str, Any]) -> FromSupervisor | tuple[Application, Applicant | None]:

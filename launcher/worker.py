@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable
 
@@ -12,13 +11,8 @@ import torch.distributed as dist
 from lastwords import log_lines
 from lastwords.errors import BusyError, ConfigError
 from lastwords.launcher.environment import SCHEDULER, cluster_of
-from lastwords.launcher.new_process import exit_code_of_refusal, refusal_line
+from lastwords.launcher.new_process import refused
 from lastwords.optim_wrapper.launch.reporter import reporter
-from lastwords.processor.departure import say
-
-_log = logging.getLogger(__name__)
-
-SHOWN_CHARS_MAX = 60
 
 _called = False
 
@@ -35,9 +29,7 @@ def run(main: Callable[[], object]) -> None:
     try:
         _run(main)
     except (ConfigError, BusyError) as error:
-        _log.debug("refused", exc_info=True)
-        say(f"lastwords: {refusal_line(error, os.environ.get('RANK', ''))}")
-        raise SystemExit(exit_code_of_refusal(error)) from error
+        raise refused(error, os.environ.get("RANK", "")) from error
 
 
 def _run(main: Callable[[], object]) -> None:
@@ -67,8 +59,7 @@ def _refuse(main: Callable[[], object]) -> None:
     """ConfigError for what cannot be the `main` of a script."""
     if not callable(main) or inspect.iscoroutinefunction(main):
         hint = ": write lastwords.run(main), not lastwords.run(main())" if main is None else ""
-        raise ConfigError(f"lastwords.run(main) takes a function without arguments, not {_shown(main)}{hint}")
-    needed: list[str] = []
+        raise ConfigError(f"lastwords.run(main) takes a function without arguments, not {main!r:.60}{hint}")
     try:
         parameters = inspect.signature(main).parameters.values()
     except (ValueError, TypeError):  # one in C may not say what it takes
@@ -80,9 +71,3 @@ def _refuse(main: Callable[[], object]) -> None:
             f"main() takes {', '.join(needed)}, and lastwords.run(main) has nothing to give: wrap it in a function "
             "without arguments, such as lambda: main(arguments)"
         )
-
-
-def _shown(value: object) -> str:
-    """A value in a message: that of a data set may be long."""
-    shown = repr(value)
-    return shown if len(shown) <= SHOWN_CHARS_MAX else f"{shown[: SHOWN_CHARS_MAX - 3]}..."

@@ -24,7 +24,7 @@ from lastwords.errors import BusyError, ConfigError, FormatError, LastWordsError
 from lastwords.launcher import cluster_state, scheduler
 from lastwords.launcher.cluster_state import VERSION, ClusterState, KeptCluster, directory_of, read_token, token_path
 from lastwords.launcher.core import RankPlace
-from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, cluster_of, misspelt
+from lastwords.launcher.environment import SCHEDULER, WORKER, Cluster, _hints, cluster_of
 from lastwords.launcher.events import Gone
 from lastwords.launcher.registry import Process, Worker
 from tests import golden
@@ -355,7 +355,7 @@ def test_a_variable_of_somebody_elses_and_one_beside_the_right_one_are_not_taken
         "MS_RECOVERY_INTERVAL",
         "MS_ENABLE_TFT",
     ]
-    assert misspelt(dict.fromkeys(minds, "1")) == {}
+    assert _hints(dict.fromkeys(minds, "1")) == []
     assert cluster_of({**ENVIRONMENT, "MS_ENABLE_RECOVER": "1"}) is not None
     assert caplog.messages == []
 

@@ -30,7 +30,7 @@ def training(ranks: int = 3) -> Recovery:
     recovery = Recovery(tuple(range(ranks)))
     recovery.entered(0, 10.0)
     for rank in range(ranks):
-        recovery.begun(rank, 31, 10.5)
+        recovery.begun(rank, 31, 10.5, {})
         assert recovery.updated(rank, 11.0) is None
     return recovery
 
@@ -129,7 +129,7 @@ def test_where_the_resume_is_not_exact_the_sentence_does_not_say_that_nothing_is
     recovery.died(1, KILLED, 20.0)
     recovery.entered(1, 20.1)
     for rank in range(3):
-        recovery.begun(rank, 31, 20.2)
+        recovery.begun(rank, 31, 20.2, {})
     line = again(recovery, inexact=ranks)
     golden.says(sentence(line, {"known_mono_s": 20.0, "events": []} if saved else None))
 
@@ -204,7 +204,7 @@ def test_steps_that_are_lost_are_named_though_the_disk_is_too_full_for_the_recor
     recovery.left(2, 0, 20.1, 35)
     recovery.entered(1, 20.2)
     for rank in range(3):
-        recovery.begun(rank, 31, 20.3)
+        recovery.begun(rank, 31, 20.3, {})
     golden.says(sentence(again(recovery), None))
     golden.says(ending({0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED}, 31, [], 36)[1])
 
@@ -215,7 +215,7 @@ def test_a_step_that_a_rank_had_ended_and_that_is_not_saved_is_said_to_be_done_a
     recovery.died(1, KILLED, 20.0)
     recovery.entered(1, 20.1)
     for rank in range(3):
-        recovery.begun(rank, 31, 20.2)
+        recovery.begun(rank, 31, 20.2, {})
     settled = {"what": "settled", "mono_s": 20.0, "rank": 0, "stand": f"COMPUTING({reached})"}
     golden.says(sentence(again(recovery), {"known_mono_s": 20.0, "step": 31, "events": [settled]}))
 
