@@ -103,11 +103,6 @@ class CrashLoop:
         """Which rank's process has ended, and why; "" where none has by itself."""
         return "" if self.blamed is None else f"rank {self.blamed.rank}: {self.blamed.words}"
 
-    def progressed(self) -> None:
-        """One more step is saved."""
-        self.deaths = 0
-        self.ended_since.clear()
-
     def over(self) -> None:
         """A generation has failed."""
         self.blamed = None
@@ -527,7 +522,8 @@ class LauncherCore:
         """A checkpoint of this step of a loop exists, of whatever kind: no crash loop."""
         if step > self._saved.get(loop, 0):
             self._saved = {**self._saved, loop: step}
-            self._crashes.progressed()
+            self._crashes.deaths = 0
+            self._crashes.ended_since.clear()
 
     # ------------------------------------------------------------------ how processes end
 

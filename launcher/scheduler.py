@@ -103,7 +103,7 @@ def servers(host: str, port: int, backlog: int) -> list[socket.socket]:
             except OSError as error:
                 if error.errno not in _NOT_HERE:
                     raise
-        if made and (_means_this_host(host) or not all(_is_loopback(one.getsockname()[0]) for one in made)):
+        if made and (_means_this_host(host) or not all(map(_is_loopback, made))):
             closing.pop_all()
             return made
     addresses = ", ".join(dict.fromkeys(str(address[0]) for _, address in found))
@@ -135,8 +135,8 @@ def _means_this_host(host: str) -> bool:
     return "localhost" in host.lower()
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def _is_loopback(server: socket.socket) -> bool:
+    return ipaddress.ip_address(server.getsockname()[0].partition("%")[0]).is_loopback
 
 
 STATE_LOOK_S = 5.0

@@ -268,7 +268,9 @@ class ProcessorCore:
 
     def take_effects(self) -> list[Effect]:
         """All effects since the last call, in order."""
-        return self._outbox.drain()
+        effects = [*self.effects]
+        self.effects.clear()
+        return effects
 
     # ------------------------------------------------------------------ training thread
 
@@ -383,7 +385,7 @@ class ProcessorCore:
         """An order of a later step than that in which one was wanted; an order alone may be of a step far ahead."""
         wanted = self._said.wanted
         if wanted is not None and (order.step > wanted.after_step or self.phase is Phase.DONE):
-            self._said.on_copied()
+            self._said.wanted, self._said.copied = None, wanted
 
     def mark_left(self) -> None:
         """The loop is over on this rank; wait for `released` (or for the end of an incident)."""
@@ -486,7 +488,7 @@ class ProcessorCore:
         match order:
             case Welcome():
                 wakes, self.welcomed = not self.welcomed, True
-                self._said.on_welcome()
+                self._said.unanswered = False
             case LoopGo():
                 wakes, self._said.loop_open = not self._said.loop_open, self._said.loop is not None
             case Freeze():
@@ -498,7 +500,7 @@ class ProcessorCore:
                 wakes = self._part.on_proceed(order, self.settled_stand)
             case Save() if order.incident == PERIODIC:
                 if not self._part.incident:
-                    if self._snapshots.is_new(order):
+                    if order.attempt > self._snapshots.attempt:
                         self._said.copied = None
                     self._snapshots.on_save(order, self.ended_step, may_copy=self.phase in ENDED_PHASES)
                     if self._said.left is not None:
@@ -569,7 +571,7 @@ class ProcessorCore:
             if (signalled := self._said.signalled) is not None:
                 self._said.signalled = None
                 self._outbox.emit(PassOn(signalled.signal_number))
-        elif self._said.only_left:
+        elif not self._part.incident and self._said.left is not None and self._said.raised is None:
             text = (
                 f"rank {self.rank} has ended its training loop and could not reach the controller for {lost_s:g} s; "
                 "it no longer waits for the other ranks"

@@ -99,7 +99,7 @@ class Correspondence:
         self._was_up = False
         self._down_since_s: float | None = None
         self._resend_at_s: float | None = None
-        self._unanswered = False  # nobody has welcomed the Hello of this session
+        self.unanswered = False  # nobody has welcomed the Hello of this session
         self._hello_pause = Grace(RESEND_INTERVAL_S)
 
     # ------------------------------------------------------------------ what is owed
@@ -108,6 +108,7 @@ class Correspondence:
         """What the controller may not know yet."""
         if self.closed:
             return ()
+        said = self._part.writing.said
         owed = (
             None if self.loop_open else self.loop,
             self.signalled,
@@ -115,7 +116,7 @@ class Correspondence:
             self.wanted,
             self.left,  # nothing is wanted once all have left
             self._part.settled,
-            self._part.save_result,
+            said if isinstance(said, Saved | SaveFailed) else None,
         )
         return tuple(report for report in owed if report is not None)
 
@@ -132,11 +133,6 @@ class Correspondence:
     def asks(self) -> bool:
         """True if this rank has something to say that only a controller can act upon."""
         return not self.closed and bool(self.waits or self.signalled or self.deaths)
-
-    @property
-    def only_left(self) -> bool:
-        """True if all that this rank waits for is that the others leave the loop, too."""
-        return self.left is not None and not self._part.incident and self.raised is None
 
     def wait_text(self) -> str:
         """What a rank that has to leave without a controller was doing: after "this rank had ended step 5 and"."""
@@ -155,21 +151,13 @@ class Correspondence:
         was_unprotected, self.unprotected = self.unprotected, False
         self.session_up = self._was_up = True
         self._down_since_s = None
-        self._unanswered, self._hello_pause = True, Grace(RESEND_INTERVAL_S)
+        self.unanswered, self._hello_pause = True, Grace(RESEND_INTERVAL_S)
         if self.copied is not None and not self.closed:
             self._outbox.send(self.copied)
         self.repeat()
         for death in self.deaths.values():
             self._outbox.send(death)
         return was_unprotected
-
-    def on_copied(self) -> None:
-        """The state for what was wanted is copied, or could not be."""
-        self.wanted, self.copied = None, self.wanted
-
-    def on_welcome(self) -> None:
-        """The Hello of this session has arrived, and all ranks are registered."""
-        self._unanswered = False
 
     def on_session_down(self, now_s: float) -> None:
         """The session is broken; the first of several such words counts."""
@@ -202,7 +190,7 @@ class Correspondence:
 
     @property
     def _greets(self) -> bool:
-        return self._unanswered and self.session_up and not self.closed
+        return self.unanswered and self.session_up and not self.closed
 
     def deadline_s(self, now_s: float) -> float | None:
         """When `run_timer` or `controller_lost` has to be asked again, at the latest."""
@@ -291,7 +279,7 @@ class Snapshots:
 
     def __init__(self, rank: int, generation: int, outbox: Outbox) -> None:
         self._rank = rank
-        self._attempt = 0
+        self.attempt = 0
         self.waiting: Save | None = None
         """Ordered, and its step has not been copied."""
         self.writing = OwnPart(rank, generation, outbox)
@@ -301,19 +289,15 @@ class Snapshots:
         order = self.waiting
         return order if order is not None and order.step == ended_step else None
 
-    def is_new(self, order: Save) -> bool:
-        """Whether a checkpoint is ordered that this rank has not heard of."""
-        return order.attempt > self._attempt
-
     def on_save(self, order: Save, ended_step: int, *, may_copy: bool) -> None:
         """A checkpoint of a step is wanted. may_copy: the state is still that of `ended_step`."""
-        if order.attempt < self._attempt:
+        if order.attempt < self.attempt:
             return
-        if order.attempt == self._attempt:
+        if order.attempt == self.attempt:
             self.writing.repeat()  # asked again: the answer was lost
             return
         self.cancel()
-        self._attempt = order.attempt
+        self.attempt = order.attempt
         if order.step > ended_step or (order.step == ended_step and may_copy):
             self.waiting = order
             self.writing.go_on(order)
@@ -369,11 +353,6 @@ class Outbox:
 
     def send(self, report: Report) -> None:
         self.effects.append(SendReport(report))
-
-    def drain(self) -> list[Effect]:
-        effects = [*self.effects]
-        self.effects.clear()
-        return effects
 
 
 class Participation:
@@ -448,12 +427,6 @@ class Participation:
         return incident >= self.incident and incident > self._over
 
     # ------------------------------------------------------------------ save
-
-    @property
-    def save_result(self) -> Saved | SaveFailed | None:
-        """How this rank's newest part ended, if it has."""
-        said = self.writing.said
-        return None if isinstance(said, SaveProgress) else said
 
     def on_save(self, order: Save, stand: Stand) -> None:
         """Write, if this rank can; of two orders the one of the newer attempt counts."""

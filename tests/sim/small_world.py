@@ -61,7 +61,7 @@ NOT_ASKED, ASKED, ANSWERED = range(3)
 """Whether a rank has been sent a Freeze (or a Proceed that it follows), and has sent its Settled."""
 
 _ONLY_FOR_TIMERS = frozenset(
-    {("ProcessorCore", "_now_s"), ("Correspondence", "_unanswered"), ("Correspondence", "_hello_pause")}
+    {("ProcessorCore", "_now_s"), ("Correspondence", "unanswered"), ("Correspondence", "_hello_pause")}
 )
 """Fields of the processor's core that decide nothing but when something is sent again."""
 
