@@ -197,27 +197,10 @@ class Departure:
 
         In threads of their own: look up how the job ended, for `LOOK_UP_S` at most, decide, and call `then`.
         """
-        threads.run(lambda: self._decide_alone(reason, then), name="lastwords-end")
-
-    def _decide_alone(self, reason: str, then: Callable[[], None]) -> None:
-        try:
-            order = self._look_up()
-        except Exception:  # the outermost frame of this thread: nothing is known then
-            _log.exception("the record of how this job has ended could not be looked for")
-            order = None
-        line = (
-            f"lastwords: rank {self.rank}: {reason}; this rank does not know whether a checkpoint was saved "
-            "(`lastwords latest PATH` prints the newest one)"
-        )
-        alone = Verdict(EXIT_NOT_SAVED, line, is_cause=True, alone=True)
-        self.decide(alone if order is None else verdict_of(self.rank, order, healed=self.healed))
-        then()
-
-    def _look_up(self) -> Exit | None:
         found: list[Exit | None] = []
         looked = threading.Event()
 
-        def read() -> None:
+        def look_up() -> None:
             try:
                 found.append(self._recorded())
             except Exception:  # the outermost frame of this thread: nothing is known then
@@ -225,9 +208,22 @@ class Departure:
             finally:
                 looked.set()
 
-        threads.run(read, name="lastwords-look")
-        looked.wait(LOOK_UP_S)
-        return found[0] if found else None
+        def decide() -> None:
+            looked.wait(LOOK_UP_S)
+            line = (
+                f"lastwords: rank {self.rank}: {reason}; this rank does not know whether a checkpoint was saved "
+                "(`lastwords latest PATH` prints the newest one)"
+            )
+            alone = Verdict(EXIT_NOT_SAVED, line, is_cause=True, alone=True)
+            order = found[0] if found else None
+            self.decide(alone if order is None else verdict_of(self.rank, order, healed=self.healed))
+            then()
+
+        threads.run(decide, name="lastwords-end")
+        try:
+            threads.run(look_up, name="lastwords-look")
+        except UnavailableError:
+            looked.set()  # nothing is known then
 
     def refuse(self, reason: str) -> None:
         """The controller refused this process; the training thread raises ConfigError with `reason`."""

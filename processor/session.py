@@ -11,6 +11,7 @@ one; what was on its way is lost, so `on_up` is the signal to repeat whatever st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -222,39 +223,27 @@ class Session:
         # Never used. gRPC ends with its last channel and would begin anew with each connection, where it aborts the
         # process if there is no descriptor left. It is not kept any longer than the session: it has threads, and a
         # child that is forked afterwards may have a session of its own.
-        said = ""
-        while not self._closing.is_set():
-            try:
-                descriptors.look_for_grpc()
-                channel = grpc.insecure_channel(self.address, options=self._options)
-            except Exception as error:  # outermost loop of a thread: whatever it was, the next try may do better
-                if named(error) != said:
-                    unknown = not isinstance(error, UnavailableError)
-                    why = "rank %d cannot connect to the controller yet: %s"
-                    _log.warning(why, self.rank, error, exc_info=unknown)
-                said = named(error)
-                self._closing.wait(BACKOFF_MAX_S)
-                continue
-            with channel:
-                self._connect_until_closed()
-            return
-
-    def _connect_until_closed(self) -> None:
-        said = ""
-        while not self._closing.is_set():
-            try:
-                if not self._connect():
-                    return
-                said = ""
-            except Exception as error:  # outermost loop of a thread: whatever it was, the next connection may do better
-                if named(error) != said:
-                    _log.exception("session of rank %d with %s failed", self.rank, self.address)
-                said = named(error)
-            pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
-            if self._refusals:
-                pause_s = min(REFUSED_PAUSE_MAX_S, BACKOFF_MAX_S * 2 ** min(self._refusals - 1, 10))
-            self._failures += 1
-            self._closing.wait(pause_s * self._jitter.uniform(0.5, 1.0))
+        spare, said = None, ""
+        with contextlib.ExitStack() as kept:
+            while not self._closing.is_set():
+                try:
+                    if spare is None:
+                        descriptors.look_for_grpc()
+                        spare = kept.enter_context(grpc.insecure_channel(self.address, options=self._options))
+                    if not self._connect():
+                        return
+                    said = ""
+                except Exception as error:  # outermost loop of a thread: whatever it was, the next try may do better
+                    if named(error) != said and isinstance(error, UnavailableError):
+                        _log.warning("rank %d cannot connect to the controller yet: %s", self.rank, error)
+                    elif named(error) != said:
+                        _log.exception("session of rank %d with %s failed", self.rank, self.address)
+                    said = named(error)
+                pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 10))
+                if self._refusals:
+                    pause_s = min(REFUSED_PAUSE_MAX_S, BACKOFF_MAX_S * 2 ** min(self._refusals - 1, 10))
+                self._failures += 1
+                self._closing.wait(pause_s * self._jitter.uniform(0.5, 1.0))
 
     def _connect(self) -> bool:
         """One connection from beginning to end; False if there is no point in another one."""
