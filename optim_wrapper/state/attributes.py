@@ -34,6 +34,7 @@ from lastwords.optim_wrapper.state.object_walk import (
     CODE,
     GONE,
     LARGE_ARRAY,
+    MANY,
     VALUE_BYTES_MAX,
     VARIABLES,
     AttributesOf,
@@ -71,6 +72,8 @@ LOOKS = 16
 
 CONSTANTS_MAX, _WINDOW = 256, 64
 """Digests are kept of so many attributes with tensors, and made of so many bytes here and there of a large one."""
+
+_TOO_LARGE = "it is too large to be copied in each step; register it as a buffer, or use local_extras and forget="
 
 LOADER = "loader"
 """The root that only `steps()` knows, which puts its attributes back while it finds its place in the data."""
@@ -406,7 +409,9 @@ class Attributes:
 
     def _storable(self, value: Any, name: str, room: int) -> tuple[Any, int]:
         """What `_packed` gives; None, with a word about each once, for what cannot be stored or is too large."""
-        if type(value) is Place and not value.path and value != GONE:
+        if type(value) is Place and (value.kind.startswith(LARGE_ARRAY) or MANY in value.kind):
+            why = _TOO_LARGE
+        elif type(value) is Place and not value.path and value != GONE:
             why = f"a checkpoint cannot store it ({value.kind.partition(WHICH)[0]:.80})"
         else:
             try:
@@ -416,7 +421,7 @@ class Attributes:
             else:
                 if nbytes <= min(EACH_BYTES_MAX, room):
                     return packed, nbytes
-                why = "it is too large to be copied in each step; register it as a buffer"
+                why = _TOO_LARGE
         if name not in self._left_out:
             self._left_out.add(name)
             self.ledger.tell(f"the attribute {name} changes, and is not saved: {why}", leaf=name)

@@ -10,14 +10,15 @@ import ctypes
 import functools
 import gc
 import itertools
+import math
 import operator
 import queue
 import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Collection, Iterable
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,12 @@ GENERATORS = (
     np.random.SeedSequence,
 )  # fmt: skip
 
+WHOLE_BYTES_MAX, ITEM_BYTES = 16 << 20, 256
+"""So many bytes of one attribute are compared in full, in 3 ms; an item of a container counts as so many, and takes
+about as long."""
+
 _CONTAINERS_DEEP, _ITERATORS_DEEP, _ITEMS, _INNER_ITEMS, _ELEMENTS = 2, 8, 1000, 32, 4096
+_LEVELS, _OBJECTS_MAX, _SMALL_BYTES, _SAMPLES = 3, 20_000, 1024, 16
 
 _COUNTED = (list, tuple, range, dict, set, str, bytes)
 _COUNTING = (*(type(iter(kind())) for kind in _COUNTED if kind is not range), type(iter(range(0))), type(reversed([])))
@@ -114,12 +120,66 @@ def digest(parts: Iterable[Any], depth: int) -> str:
     return xxhash.xxh3_64_hexdigest(" ".join(found).encode("utf-8", "surrogatepass"))
 
 
-def of_array(values: np.ndarray[Any, Any], depth: int = 0) -> str:
-    """Of an array of any kind: objects, fields, a mask. Differs where it has changed."""
+def of_array(values: np.ndarray[Any, Any], depth: int = 0, *, whole: bool = False) -> str:
+    """Of an array of any kind: objects, fields, a mask. Differs where it has changed; a large one only if `whole`."""
     plain = np.ndarray.view(values, np.ndarray)
-    inside = digest(islice(plain.flat, _ITEMS), depth + 1) if plain.dtype.hasobject else sampled(plain)
+    inside = digest(islice(plain.flat, _ITEMS), depth + 1) if plain.dtype.hasobject else _of_elements(plain, whole)
     mask = vars(values).get("_mask") if isinstance(values, np.ma.MaskedArray) else None
-    return inside if mask is None else f"{inside} {sampled(np.asarray(mask))}"
+    return inside if mask is None else f"{inside} {_of_elements(np.asarray(mask), whole)}"
+
+
+def of_items(items: Collection[Any], count_max: int) -> str:
+    """Of what many items are, and of what these hold; empty where that is more than `count_max`, or takes long.
+
+    By value what is an atom, by its identity what is not.
+    """
+    hashed = xxhash.xxh3_64()
+    level: Collection[Any] = items
+    for _ in range(_LEVELS):
+        kinds = {*map(type, level)} if len(level) <= count_max else None
+        if kinds is None or (not kinds <= ATOMS and len(level) > _OBJECTS_MAX):
+            return ""
+        characters = sum(len(one) for one in level if type(one) in (str, bytes)) if kinds & {str, bytes} else 0
+        if characters > count_max * ITEM_BYTES:
+            return ""
+        count_max -= len(level)
+        if kinds == {float}:
+            hashed.update(array.array("d", level))  # thirty times as fast
+        else:
+            told = [one if type(one) in ATOMS else _sign(one) for one in level]
+            hashed.update(repr(told).encode("utf-8", "surrogatepass"))
+        level = [] if kinds <= ATOMS else [*islice(chain.from_iterable(map(_inside, level)), count_max + 1)]
+    return hashed.hexdigest()
+
+
+def samples(value: Any) -> str:
+    """Some atoms of a container with many items: of a list from everywhere, else from where it begins and ends."""
+    kind = type(value)
+    if kind in (list, tuple):
+        found = [value[at] for at in range(0, len(value), max(len(value) // _SAMPLES, 1))][:_SAMPLES]
+    elif kind is deque:
+        found = [value[at] for at in (*range(_SAMPLES // 2), *range(-_SAMPLES // 2, 0))]
+    else:
+        found = [*islice(chain.from_iterable(value.items()) if kind in DICTS else value, _SAMPLES)]
+    return repr([one if type(one) in ATOMS else type(one).__name__ for one in found])[:1000]
+
+
+def _sign(one: Any) -> Any:
+    kind = type(one)
+    if kind in SEQUENCES or kind in DICTS or kind is set:
+        return len(one)
+    if issubclass(kind, np.ndarray):
+        return id(one), _of_elements(one, whole=True) if one.nbytes <= _SMALL_BYTES else ""
+    return id(one), one._version if issubclass(kind, torch.Tensor) and not one.is_inference() else 0
+
+
+def _inside(one: Any) -> Iterable[Any]:
+    kind = type(one)
+    if kind in SEQUENCES or kind is set:
+        return one  # type: ignore[no-any-return]
+    if kind in DICTS:
+        return [*one.keys(), *one.values()]
+    return [*_own(one).values()] if is_users(kind) and not issubclass(kind, _NOTHING_BEHIND) else ()
 
 
 def which(value: Any) -> str:
@@ -190,12 +250,15 @@ _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 
 
-def sampled(values: np.ndarray[Any, Any]) -> str:
-    """A checksum of some elements of a large array."""
+def _of_elements(values: np.ndarray[Any, Any], whole: bool) -> str:
+    """A checksum of an array; if it is large, and not `whole`, of some elements out of all of its rows and columns."""
     if values.dtype.hasobject:
         return ""
-    some = values.flat[:: max(values.size // _ELEMENTS, 1)]
-    return xxhash.xxh3_64_hexdigest(some.tobytes())
+    stride = 1 if whole else max(values.size // _ELEMENTS, 1)
+    while stride > 1 and math.gcd(stride, values.size) > 1:  # else the same columns each time
+        stride += 1
+    some = values if stride == 1 else values.flat[::stride]
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(some).reshape(-1).view(np.uint8).data)
 
 
 def has(kind: type[Any], *names: str) -> bool:

@@ -19,7 +19,6 @@ import random
 import types
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from itertools import chain, islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -34,14 +33,18 @@ from lastwords.checkpoint.storable import Place, is_factory, is_storable, loses_
 from lastwords.optim_wrapper.state.how_far import (
     ATOMS,
     GENERATORS,
+    ITEM_BYTES,
     SEQUENCES,
     WHICH,
+    WHOLE_BYTES_MAX,
     digest,
     has,
     how_far,
     is_the_loops,
     leads_to,
     of_array,
+    of_items,
+    samples,
     which,
 )
 from lastwords.optim_wrapper.state.running import (
@@ -60,7 +63,7 @@ OBJECTS_MAX = 20_000
 """Objects and containers; the walk ends there."""
 
 ITEMS_MAX, ALL_ITEMS_MAX = 1000, 200_000
-"""Of a container with more items, and of every container after so many in all, their number and some are compared."""
+"""A container with more items, and every container after so many in all, is told by a checksum."""
 
 VALUE_BYTES_MAX = 64 << 10
 """Of one attribute; what is larger is told by its form."""
@@ -72,7 +75,6 @@ ID, DATA_PTR = "id", "data_ptr"
 _LOADERS = "loader."
 _OURS = ("lastwords", "logging")
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
-_SAMPLES = 16
 _SHARED = "multiprocessing.sharedctypes"
 _DEPTH_MAX = 24
 
@@ -122,8 +124,8 @@ _OF_ANY_LOADER = frozenset(key for key in (*vars(DataLoader(_NOTHING)), "_iterat
 _STORE_ATTR = dis.opmap["STORE_ATTR"]
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 
-LARGE_ARRAY = "numpy.ndarray of "
-"""Begins the kind of one that is told by some of its elements."""
+LARGE_ARRAY, MANY = "numpy.ndarray of (", " items, such as "
+"""Begins the kind of an array, and is in that of a container, that is told by a checksum."""
 
 GONE = Place("", "gone")
 """There is no such attribute any more."""
@@ -207,7 +209,7 @@ class Walk:
         """Where a cell has a set whose order is lost."""
         self.ended_at = ""
         """Where it ended, if that was before everything had been met."""
-        self._room, self._items = OBJECTS_MAX, 0
+        self._room, self._items, self._whole_bytes = OBJECTS_MAX, 0, WHOLE_BYTES_MAX
         self._drawn: set[int] = set()
         self._paths: dict[int, str] = {}
         self._containers: dict[int, str] = {}
@@ -347,6 +349,8 @@ class Walk:
     def told(self, value: Any, path: str, depth: int) -> Any:
         """What is told of a value that lies at `path`. It shares nothing that can change but tensors and arrays."""
         kind = type(value)
+        if not depth:
+            self._whole_bytes = WHOLE_BYTES_MAX
         if kind in ATOMS:
             if kind is int:
                 return value if value < _ADDRESSES_FROM else self._address(value)
@@ -373,10 +377,15 @@ class Walk:
         if issubclass(kind, np.ndarray) and (place := self._elsewhere(value, path)) is not None:
             return place
         if issubclass(kind, np.ndarray) and value.nbytes > VALUE_BYTES_MAX and not value.dtype.hasobject:
-            return Place("", f"{LARGE_ARRAY}{value.shape} {of_array(value)}")
+            whole = self._affords(value.nbytes)
+            return (
+                Place("", f"{LARGE_ARRAY}{str(value.shape)[1:]} {of_array(value, whole=whole)}")
+                if self._values
+                else CODE
+            )
         if issubclass(kind, np.ndarray):
             about = f"{class_name(value)} of {value.dtype}{WHICH}"
-            return value if parts_of(value) is not None else Place("", about + of_array(value))
+            return value if parts_of(value) is not None else Place("", about + of_array(value, whole=True))
         if issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple:
             fields = zip(kind._fields, value, strict=False)  # type: ignore[attr-defined]
             items = [self.told(item, f"{path}.{name}", depth + 1) for name, item in fields]
@@ -465,7 +474,9 @@ class Walk:
             return value if kind is tuple or kind is frozenset else value.copy()
         if len(value) > ITEMS_MAX or self._items > ALL_ITEMS_MAX:
             self.ended_at = self.ended_at or (path if self._items > ALL_ITEMS_MAX else "")
-            return Place("", f"{kind.__name__} of {len(value)} {_samples(value)}")
+            return Place(
+                "", f"{kind.__name__} of {len(value)}{MANY}{samples(value)}{WHICH}{self._of_items(value, kind)}"
+            )
         self._items += len(value)
         if kind in DICTS:
             if not all(map(self._is_key, [*value])):
@@ -488,6 +499,19 @@ class Walk:
             return kind(items)
         told = [self.told(item, f"{path}[{at}]", depth + 1) for at, item in enumerate([*value])]
         return deque(told, value.maxlen) if kind is deque else kind(told)
+
+    def _of_items(self, value: Any, kind: type[Any]) -> str:
+        count_max = self._whole_bytes // ITEM_BYTES
+        if not self._values or not self._affords(len(value) * ITEM_BYTES):
+            return ""
+        return of_items([*value.keys(), *value.values()] if kind in DICTS else value, count_max)
+
+    def _affords(self, nbytes: int) -> bool:
+        """Whether so many more bytes of this attribute are compared in full."""
+        if nbytes > self._whole_bytes:
+            return False
+        self._whole_bytes -= nbytes
+        return True
 
     def item_path(self, path: str, key: Any) -> str:
         """Of what lies in a dict."""
@@ -661,18 +685,6 @@ def _paths_in(told: Any) -> Iterator[str]:
     elif kind in SEQUENCES:
         for item in told:
             yield from _paths_in(item)
-
-
-def _samples(value: Any) -> str:
-    """Some atoms of a container with many items: of a list from everywhere, else from where it begins and ends."""
-    kind = type(value)
-    if kind in (list, tuple):
-        found = [value[at] for at in range(0, len(value), max(len(value) // _SAMPLES, 1))][:_SAMPLES]
-    elif kind is deque:
-        found = [value[at] for at in (*range(_SAMPLES // 2), *range(-_SAMPLES // 2, 0))]
-    else:
-        found = [*islice(chain.from_iterable(value.items()) if kind in DICTS else value, _SAMPLES)]
-    return repr([one if type(one) in ATOMS else type(one).__name__ for one in found])[:1000]
 
 
 def _is_a_librarys(generator: Any) -> bool:

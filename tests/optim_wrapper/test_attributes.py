@@ -234,6 +234,46 @@ def test_what_is_too_large_for_a_document_is_told_once_and_left_out(monkeypatch:
     assert "model.queue" in reason
 
 
+def numbers_of(sample: str) -> Any:
+    return [[0, 0.0, sample] for _ in range(2000)]
+
+
+@pytest.mark.parametrize(("many", "change"), [
+    (lambda: np.zeros((1 << 14, 4)), lambda table: table[7].__setitem__(3, 1.0)),
+    (lambda: [0.0] * 2000, lambda losses: losses.__setitem__(1001, -0.0)),
+    (lambda: dict.fromkeys(range(2000), 1), lambda counts: counts.update({1001: 1.0})),
+    (lambda: numbers_of("a"), lambda every: every[1001].__setitem__(1, 1.0)),
+    (lambda: [Meter() for _ in range(2000)], lambda every: setattr(every[1001], "total", 1.0)),
+    (lambda: [torch.zeros(1) for _ in range(2000)], lambda every: every[1001].add_(1)),
+    (lambda: deque([np.zeros(1) for _ in range(2000)]), lambda every: every[1001].__iadd__(1)),
+    (lambda: {*range(2000)}, lambda left: left.symmetric_difference_update({1001, 2001})),
+])  # fmt: skip
+def test_one_change_among_many_is_seen(many: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+    net: Any = nn.Linear(1, 1)
+    net.many = many()
+    watch = watched(net)
+    watch.look()
+    assert not watch.moved
+    change(net.many)
+    watch.look()
+    assert watch.moved == {"model.many"}
+    assert not saved(watch)
+    (reason,) = told(watch)
+    assert "model.many" in reason
+
+
+def test_where_there_is_too_much_to_compare_all_of_it_some_of_each_column_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_walk, "WHOLE_BYTES_MAX", 1 << 10)
+    for column in range(4):
+        net: Any = nn.Linear(1, 1)
+        net.table = np.zeros((1 << 14, 4))
+        net.text = ["a" * 64] * 2000
+        watch = watched(net)
+        net.table[:, column] = 1.0
+        watch.look()
+        assert watch.moved == {"model.table"}
+
+
 WARM, COLD = array.array("d", [1.0]), array.array("d", [2.0])
 
 

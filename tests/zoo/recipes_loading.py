@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -80,6 +81,42 @@ class DatasetCounts(Loop):
     def loader(self) -> Any:
         dataset = Counting(*super().dataset().tensors)  # type: ignore[attr-defined]
         return DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, self.ranks, self.rank, seed=3))
+
+
+class Seen(Dataset[Any]):
+    """Part of a larger set. The more often a sample was seen, the less it gives, according to a table of the set."""
+
+    def __init__(self, x: Any, y: Any, table: Any) -> None:
+        self.x, self.y, self.table = x, y, table
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.x[index] / (1 + self.table[1000 + index, 1]), self.y[index]
+
+
+@recipe("seen_array", "a dataset's table of many samples, of which each step writes a few, as an array of 512 KiB",
+        "fwd@3 win@3 end@6", {"all": "table"})  # fmt: skip
+class SeenInArray(Loop):
+    def table(self) -> Any:
+        return np.zeros((1 << 14, 4))
+
+    def loader(self) -> Any:
+        self.seen = Seen(*super().dataset().tensors, self.table())  # type: ignore[attr-defined]
+        return DataLoader(self.seen, BATCH, sampler=DistributedSampler(self.seen, self.ranks, self.rank, seed=3))
+
+    def before_forward(self, batch: Any) -> Any:
+        numbers, x, y = batch
+        for number in numbers.tolist():
+            self.seen.table[1000 + number, 1] += 1
+        return super().before_forward([x, y])
+
+
+@recipe("seen_dict", "the same as a dict of 2,000 numbers", "fwd@3 win@3 end@6", {"all": "table"})
+class SeenInDict(SeenInArray):
+    def table(self) -> Any:
+        return {(number, 1): 0 for number in range(2000)}
 
 
 class Levels(Dataset[Any]):

@@ -184,6 +184,12 @@ def lists_unseen() -> None:
     values.moved = lambda self: ([], "")
 
 
+def much_sampled() -> None:
+    """Of an array or a container with much in it, little is compared."""
+    importlib.import_module("lastwords.optim_wrapper.state.how_far")._ELEMENTS = 8
+    importlib.import_module("lastwords.optim_wrapper.state.object_walk").Walk._affords = never
+
+
 def begins_unasked() -> None:
     """Nobody asks whether all ranks had begun the next step, and what had changed by then."""
     for module in ("resume", "resume_choice"):
@@ -227,6 +233,7 @@ MECHANISMS: dict[str, Callable[[], None]] = {
     "lists in the state": lists_unseen,
     "habits": habits_forgotten,
     "attributes": attributes_lost,
+    "all that there is of much": much_sampled,
     "variables": variables_unseen,
     "names": nothing_named,
     "order of an epoch": order_unheard,
