@@ -35,7 +35,14 @@ def test_a_loop_is_healed_bit_for_bit(case: str, whole: Callable[[str, str], Pat
     said = run(tmp_path, package, case, *DEATHS, PROTECTED="1", **preload)
     check_equal(tmp_path, undisturbed, files=("final",))
     assert len([*tmp_path.glob("died-*")]) == len(DEATHS)
-    assert (NOT_EXACT in said) is (case in TOLD), said
+    assert case in TOLD or is_exact(said), said
+    assert case not in TOLD or NOT_EXACT in said, said
+
+
+def is_exact(said: str) -> bool:
+    """accelerate's loader counts as an epoch ends, which `set_epoch` does again: told if a survivor had come so far."""
+    reasons = [line for line in said.splitlines() if line.startswith(NOT_EXACT)]
+    return all("loader.iteration changed" in line for line in reasons)
 
 
 @pytest.mark.parametrize(("case", "broken"), [("accelerate", "scheduler"), ("accelerate draws wrapped", "batches")])
