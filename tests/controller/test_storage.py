@@ -290,13 +290,13 @@ def test_an_attempt_that_is_discarded_meanwhile_does_not_cut_the_release_short(
     """Found by a random schedule of the shells."""
     (tmp_path / "fallback").mkdir()
     answers.jobs.clear_up()
-    answers.jobs.discard(events.Discard(1, 1, STEP, 0))
+    answers.jobs.carry_out(events.Discard(1, 1, STEP, 0))
     answers.settle()
     discarded = answers.jobs._discarded
 
     def discard_another(path: Path) -> None:
         if len(discarded) < 2:
-            answers.jobs.discard(events.Discard(1, 2, STEP, 0))
+            answers.jobs.carry_out(events.Discard(1, 2, STEP, 0))
             until(lambda: len(discarded) == 2, "an attempt discarded by the directory's thread")
 
     monkeypatch.setattr(storage.starts, "discard_own", discard_another)
