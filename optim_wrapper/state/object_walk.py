@@ -11,7 +11,6 @@ which goes further: into functions, classes, modules, and the local variables of
 from __future__ import annotations
 
 import argparse
-import dis
 import enum
 import functools
 import inspect
@@ -52,6 +51,7 @@ from lastwords.optim_wrapper.state.running import (
     is_users,
     locals_of,
     named_modules,
+    stored_by,
     user_frames,
     user_modules,
 )
@@ -87,6 +87,7 @@ _NO_DATA = (
 )  # fmt: skip
 _HOOKS = "hooks"
 """Names of attributes that have hooks end in this."""
+_TENSORS, _HOOKS_OF_TENSORS = (torch.Tensor, torch.nn.Parameter), ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class AttributesOf:
@@ -121,7 +122,6 @@ _OF_ANY_OPTIMIZER = frozenset(
 _NOTHING: Any = [0]
 _OF_ANY_LOADER = frozenset(key for key in (*vars(DataLoader(_NOTHING)), "_iterator") if key.startswith("_"))
 
-_STORE_ATTR = dis.opmap["STORE_ATTR"]
 _MACHINERY = ("torch.distributed", "torch._", "torch.nn.parallel")
 
 LARGE_ARRAY, MANY = "numpy.ndarray of (", " items, such as "
@@ -183,6 +183,8 @@ class Walk:
         self._apart, self._lent = apart, lent
         self._saved = {id(tensor): name for name, tensor in saved.items()}
         self._saved_tensors = [*saved.values()]
+        self._with_attributes = {name: one for name, one in saved.items() if type(one) in _TENSORS and (
+            own_of(one) or any(getattr(one, key) for key in _HOOKS_OF_TENSORS))}  # fmt: skip
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
@@ -225,6 +227,8 @@ class Walk:
         for name, root in self._roots.items():
             if own_of(root) is not None and not issubclass(type(root), _NO_DATA):  # a loader's class may be anybody's
                 self._meet(name, root)
+        for name, tensor in self._with_attributes.items():
+            self._meet(name, tensor)
         self._go_on()
         self._tell_late_addresses()
 
@@ -308,9 +312,10 @@ class Walk:
         for key in attributes_of(one):
             if not self._skip(f"{path}.{key}"):
                 self._cell(path, key, one)
-        for key in [key for key in own_of(one) if type(key) is str and key.endswith(_HOOKS)]:
+        own = {key: getattr(one, key) for key in _HOOKS_OF_TENSORS} if type(one) in _TENSORS else own_of(one)
+        for key in [key for key in own if type(key) is str and key.endswith(_HOOKS)]:
             self._at = path, key
-            self.told(own_of(one)[key], f"{path}.{key}", 0)
+            self.told(own[key], f"{path}.{key}", 0)
         if self._values and module:
             for key in ("_parameters", "_buffers"):  # of a module that nobody has registered
                 tensors = own_of(one).get(key, {}).values()
@@ -770,19 +775,9 @@ def _set_by_torch(kind: type[Any]) -> frozenset[str]:
     names: set[str] = set()
     while codes:
         code = codes.pop()
-        names.update(_stored_by(code))
+        names.update(stored_by(code))
         codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
     return frozenset(names)
-
-
-def _stored_by(code: types.CodeType) -> Iterator[str]:
-    """Attributes that it assigns to. Reads the bytes, as `dis` takes fifty times as long."""
-    high = 0
-    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        argument = high | low
-        if operation == _STORE_ATTR:
-            yield code.co_names[argument]
-        high = argument << 8 if operation == dis.EXTENDED_ARG else 0
 
 
 def _attributes(one: Any, own: Iterable[str]) -> list[str]:
@@ -795,5 +790,5 @@ def _attributes(one: Any, own: Iterable[str]) -> list[str]:
     if issubclass(kind, DataLoader):
         return [key for key in own if key not in _OF_ANY_LOADER]
     without = one.without if issubclass(kind, AttributesOf) else ()
-    private, left_out = ("_", ()) if without is None else ("__", without)
+    private, left_out = ("_", ()) if without is None or kind in _TENSORS else ("__", without)
     return [key for key in own if type(key) is str and not key.startswith(private) and key not in left_out]

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 _FRAMES_MAX = 32
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
 _OUTSIDE = frozenset({"torch", "numpy", "lastwords", *sys.stdlib_module_names}) - {"__main__"}
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -138,3 +139,13 @@ def _may_show_locals(code: types.CodeType) -> bool:
     return any(
         one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in _SHOW_LOCALS for one in dis.get_instructions(code)
     )
+
+
+def stored_by(code: types.CodeType) -> Iterator[str]:
+    """Attributes that it assigns to. Reads the bytes, as `dis` takes fifty times as long."""
+    high = 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = high | low
+        if operation == _STORE_ATTR:
+            yield code.co_names[argument]
+        high = argument << 8 if operation == dis.EXTENDED_ARG else 0

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lastwords.checkpoint.meta import StepDocument
 from lastwords.checkpoint.storable import Place
 from lastwords.optim_wrapper.ledger import Ledger
-from lastwords.optim_wrapper.state import attributes, generators, object_walk
+from lastwords.optim_wrapper.state import attributes, generators, object_walk, running
 from lastwords.optim_wrapper.state.attributes import Attributes, SavedValues, differing, of_job, saved_in
 from lastwords.optim_wrapper.state.object_walk import Walk
 from lastwords.optim_wrapper.state.state_view import UnitView
@@ -232,6 +232,20 @@ def test_what_is_too_large_for_a_document_is_told_once_and_left_out(monkeypatch:
         assert saved(watch)["model"].keys() == {"calls"}
     (reason,) = told(watch)
     assert "model.queue" in reason
+
+
+def test_what_is_set_on_a_parameter_is_an_attribute_too() -> None:
+    net, again = Net(), Net()
+    for one in (net, again):
+        one.layer[0].bias.score, one.layer[0].bias.seen = torch.zeros(2), 0
+    watch, bias = watched(net), net.layer[0].bias
+    bias.score += 2
+    bias.seen = 5
+    bias._torchs = 1
+    watch.look()
+    assert watch.moved == {"parameter layer.0.bias.score", "parameter layer.0.bias.seen"}
+    assert watched(again).put(saved(watch)) == []
+    assert (again.layer[0].bias.score.tolist(), again.layer[0].bias.seen) == ([2, 2], 5)
 
 
 def numbers_of(sample: str) -> Any:
@@ -464,7 +478,7 @@ def test_what_code_assigns_to_is_what_dis_says_of_it() -> None:
     ddp = [one.__code__ for one in vars(DistributedDataParallel).values() if hasattr(one, "__code__")]
     for code in (*ddp, names["f"].__code__):
         said = [one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"]
-        assert [*object_walk._stored_by(code)] == said
+        assert [*running.stored_by(code)] == said
     assert len(said) == 300
 
 

@@ -372,6 +372,41 @@ class FieldsAttribute(Loop):
         return [*super().blocks(), Statistics()]
 
 
+@recipe("parameter_attr", "gradients divided by their average norm, an attribute of each parameter", "fwd bwd win end",
+        {"win end": "norm"})  # fmt: skip
+class ParameterAttribute(Loop):
+    def setup(self) -> None:
+        super().setup()
+        for parameter in self.bare.parameters():
+            parameter.norm = 1.0  # type: ignore[attr-defined]
+
+    def after_backward(self) -> None:
+        for parameter in self.bare.parameters():
+            parameter.norm += 0.1 * (float(parameter.grad.norm()) - parameter.norm)  # type: ignore[attr-defined,union-attr]
+            parameter.grad.div_(parameter.norm)  # type: ignore[attr-defined,union-attr]
+
+
+class Normalising:
+    """Nobody but a parameter's hook has it."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.norm = 1.0
+        parameter.register_post_accumulate_grad_hook(self.hook)
+
+    def hook(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.norm += 0.1 * (float(parameter.grad.norm()) - self.norm)
+        parameter.grad.div_(self.norm)
+
+
+@recipe("parameter_hook", "the same, in an object that a parameter's hook holds", "fwd end", beside=("norm",))
+class ParameterHook(Loop):
+    def setup(self) -> None:
+        super().setup()
+        for parameter in self.bare.parameters():
+            Normalising(parameter)
+
+
 class Average:
     """Of losses. Its state lacks a number that it goes by."""
 

@@ -54,6 +54,7 @@ SILENT = [
     more("what has to be alike", "own_groups", "fwd"),
     more("lists in the state", "list_reordered", "fwd"),
     ("attributes", "warm_up_calls", "fwd"),
+    more("attributes", "parameter_attr", "fwd"),
     more("all that there is of much", "seen_array", "fwd"),
     more("all that there is of much", "seen_dict", "fwd"),
     ("order of an epoch", "hardest_next", "fwd"),
