@@ -84,11 +84,15 @@ def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
 
 
 def go_together(loops: Sequence[type[Loop]]) -> bool:
-    """Whether no two of these replace the same exclusive hook or share a base of their own."""
+    """Whether no two of these replace the same exclusive hook or share a base of their own.
+
+    An update of one's own may step one optimizer alone, so nobody else brings others.
+    """
     taken: set[object] = set()
     for loop in loops:
         bases = [base for base in loop.__mro__ if base not in (Loop, object)]
-        own: set[object] = {*bases, *(hook for base in bases for hook in EXCLUSIVE & vars(base).keys())}
+        hooks = {hook for base in bases for hook in EXCLUSIVE & vars(base).keys()}
+        own: set[object] = {*bases, *("update" if hook == "optimizers" else hook for hook in hooks)}
         if taken & own:
             return False
         taken |= own

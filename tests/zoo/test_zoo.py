@@ -93,6 +93,7 @@ def test_mixtures_are_drawn_again_alike_and_never_have_two_of_one_hook() -> None
         assert mixtures.go_together(parts)
         assert mixtures.card_of(name).loop.ranks == max(part.ranks for part in parts)
     assert not mixtures.go_together([CARDS["moco"].loop, CARDS["find_unused"].loop])
+    assert not mixtures.go_together([CARDS["amp_inf"].loop, CARDS["lr_of_the_other"].loop])
 
 
 def test_nothing_is_told_in_a_phase_that_a_recipe_does_not_have() -> None:
