@@ -221,6 +221,7 @@ class _Everything(Beyond):
         begun_at: Mapping[types.CodeType, int],
     ) -> None:
         self.frames = user_frames(thread, modules=True)
+        self._trains = threading.get_ident() == thread
         self.places: dict[str, None] = {}
         self.is_late = False
         self._begun_at = begun_at
@@ -232,7 +233,8 @@ class _Everything(Beyond):
         walk = self._walk
         self._paths, self._containers, self._memory = {**walk._paths}, {**walk._containers}, {**walk._memory}
         self.tensors = {**walk.tensors}
-        tensors = [tensor.grad for tensor in walk._saved_tensors if tensor.is_leaf and tensor.grad is not None]
+        leaves = [one for one in walk._saved_tensors if one.is_leaf] if self._trains else ()  # backward needs no GIL
+        tensors = [tensor.grad for tensor in leaves if tensor.grad is not None]
         for one in walk.objects.values():
             if issubclass(type(one), torch.optim.Optimizer):
                 for table in (*one.param_groups, *one.state.values()):
