@@ -13,9 +13,12 @@ Those that FSDP2 keeps whole, or has reduced within a shard group only, while it
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, call, is_not, methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +79,7 @@ class _Probe:
         # Of several backward passes the one counts that found least: others add to what it has begun.
         key = id(parameter)
         if self._found.get(key) is not Habit.DROPPED:
-            self._found[key] = min(_held_by(parameter), self._found.get(key, Habit.KEPT))
+            self._found[key] = min(_habit_of(parameter.grad), self._found.get(key, Habit.KEPT))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -166,9 +169,7 @@ class GradientHabit:
     @property
     def same_gradients(self) -> bool:
         """Whether gradients may be the same objects as after the last update: some are, or none was looked at."""
-        if self._samples is None:
-            return True
-        return any(parameter.grad is gradient for parameter, gradient in self._samples)
+        return self._same(aside=False)
 
     @property
     def renewed(self) -> bool:
@@ -200,45 +201,47 @@ class GradientHabit:
         ended: the last step to be saved is over; else its update is, and copies are of before that.
         """
         if self.habit is Habit.KEPT:
-            return not ended and self._any_there()
+            return not ended and any_there(self.parameters())
         if not ended and self._begins_early:
             return True
         if ended and self._seen is None and self._may_live_on():
             return True
         if not ended:
             if self._seen is None and self._samples is None and self.habit is not Habit.UNKNOWN:
-                return not self._dropped_late and self._any_there()
-            judged = self._judged()
+                return not self._dropped_late and any_there(self.parameters())
+            judged = self._judged(aside=True)
             if judged is Habit.UNKNOWN:
-                return self._any_there()
+                return any_there(self.parameters())
             return judged is Habit.KEPT or (judged is Habit.ZEROED and self.habit is not Habit.ZEROED)
         found = self._seen if self._seen is not None or self._probe is None else self._probe.found
         if found is not None:
             return found is not Habit.DROPPED and (self.habit is Habit.UNKNOWN or found > self.habit)
-        if not self.same_gradients:
+        if not self._same(aside=True):
             return False
         # Between an auxiliary backward pass and the one that counts gradients may be there that are dropped then.
-        return self.habit is Habit.UNKNOWN or (self._pass.under_way and not self._dropped_late)
+        there = self._pass.under_way and (self._there_in_backward or not self.looks)
+        return self.habit is Habit.UNKNOWN or (there and not self._dropped_late)
 
     # ------------------------------------------------------------------ inside
 
     def _may_live_on(self) -> bool:
         """Of those that the last update has used, before `zero_grad()` says anything else."""
-        if self._pass.under_way and not self._dropped_late and self._kept_frozen():
+        if self._pass.under_way and not self._dropped_late and self._kept_frozen(aside=True):
             return True
-        return self._wavers and self._probe is not None and self._probe.found is None and self.same_gradients
+        return self._wavers and self._probe is not None and self._probe.found is None and self._same(aside=True)
 
-    def _kept_frozen(self) -> bool:
+    def _same(self, *, aside: bool) -> bool:
+        """See `same_gradients`. aside: for another thread than the training thread."""
+        return self._samples is None or any(_is_still(one, gradient, aside) for one, gradient in self._samples)
+
+    def _kept_frozen(self, *, aside: bool) -> bool:
         """Whether a frozen parameter still has the gradient that it had after the last update."""
         return any(
-            one.grad is gradient and gradient._version == version and _held_by(one) is Habit.KEPT
+            _is_still(one, gradient, aside) and gradient._version == version and _habit_of(gradient) is Habit.KEPT
             for one, gradient, version in self._frozen
         )
 
-    def _any_there(self) -> bool:
-        return any(one.grad is not None for one in self.parameters())
-
-    def _judged(self) -> Habit:
+    def _judged(self, *, aside: bool = False) -> Habit:
         """What has become of the last update's gradients."""
         if self._seen is not None:
             return self._seen
@@ -246,9 +249,9 @@ class GradientHabit:
             return Habit.UNKNOWN
         if not self._samples:
             return Habit.UNKNOWN if self.habit is Habit.KEPT else self.habit
-        if self._kept_frozen():
+        if self._kept_frozen(aside=aside):
             return Habit.KEPT
-        if not self.same_gradients:
+        if not self._same(aside=aside):
             return Habit.DROPPED
         probe = self._probe
         if probe is None:
@@ -290,14 +293,45 @@ class GradientHabit:
                 self._probe = _Probe({id(one): one for one in always if one.requires_grad}.values(), whole=False)
 
 
-def _held_by(parameter: torch.Tensor) -> Habit:
-    gradient: Any = parameter.grad
+def _is_still(parameter: torch.Tensor, gradient: torch.Tensor, aside: bool) -> bool:
+    """Whether it has this gradient. aside: or something else of torch's has it, as no other thread may read `.grad`."""
+    return gradient._use_count() > 1 if aside else parameter.grad is gradient  # type: ignore[attr-defined]
+
+
+def _habit_of(gradient: torch.Tensor | None) -> Habit:
     if gradient is None:
         return Habit.DROPPED
-    local = local_of(gradient).detach()
+    local: Any = local_of(gradient).detach()
     if local.layout is not torch.strided or local.dtype not in _COMPARABLE or local.is_meta:
         return Habit.KEPT
     return Habit.KEPT if bool(local.any()) else Habit.ZEROED
+
+
+_FRAMES, _NAMES, _GRADIENT = methodcaller("values"), attrgetter("f_code.co_names"), attrgetter("grad")
+_BUSY = tuple(methodcaller("__contains__", name) for name in ("grad", "run_backward"))
+"""Whether code may be setting gradients, by the names in it."""
+
+
+def are_there(tensors: Sequence[torch.Tensor]) -> list[bool] | None:
+    """Which of them have a gradient; None while another thread may be setting them. Any thread.
+
+    torch frees a gradient that is set to None, and sets those of a backward pass, without the GIL: who reads `.grad` at
+    that moment gets memory that is freed. So what every thread is in is looked at, and then `.grad`, all in one call of
+    C code, in which the GIL does not change hands.
+    """
+    if not tensors:
+        return []
+    frames = [chain.from_iterable(map(_FRAMES, map(call, (sys._current_frames,)))) for _ in _BUSY]
+    busy = chain.from_iterable([map(has, map(_NAMES, every)) for has, every in zip(_BUSY, frames, strict=True)])
+    there = zip(map(is_not, map(_GRADIENT, tensors), repeat(None)))  # each in a tuple: equal to no bool
+    found: list[Any] = [*iter(chain(busy, there).__next__, True)]
+    return [one for (one,) in found[-len(tensors) :]] if found and type(found[-1]) is tuple else None
+
+
+def any_there(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them may have a gradient. Any thread."""
+    there = are_there([*tensors])
+    return there is None or any(there)
 
 
 _log = logging.getLogger(__name__)
@@ -403,7 +437,7 @@ class CarriedGradients:
             reasons.append("gradients may have been carried from this update into the next step, and were not saved")
         strays = self._every()[len(self.habits) :]
         kept = () if ended else self._among_extras().values()
-        if any(habit.in_doubt(ended=ended) for habit in strays) or any(one.grad is not None for one in kept):
+        if any(habit.in_doubt(ended=ended) for habit in strays) or any_there(kept):
             reasons.append("gradients of parameters without an optimizer were not saved")
         return reasons
 
@@ -482,7 +516,8 @@ class CarriedGradients:
 
     def _zeroed_are_others(self) -> bool:
         """Whether others have a gradient now than at the last step's end. Any thread, while no step is computed."""
-        return any((one.grad is None) == flag for flag, one in zip(self._flags, self._ordered, strict=False))
+        there = are_there(self._ordered)
+        return there is None or there != [*map(bool, self._flags)]
 
     def _counted(self) -> int:
         return sum([len(group["params"]) for habit in self.habits for group in habit.optimizer.param_groups])

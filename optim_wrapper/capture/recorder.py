@@ -610,9 +610,9 @@ class StepRecorder:
             if not late:
                 self.work.arrive()
                 self.loop.passes.count += self._hook is not None
-                self.gradients.backward.under_way = True
                 if self.gradients.looks_in_backward:
                     self.gradients.in_backward()
+                self.gradients.backward.under_way = True
             said = self._document_of(self.position_under_way, self._tentative_local, self._attributes_then)
             self._box.tentative(self._step + 1, said)
 

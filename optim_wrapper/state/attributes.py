@@ -39,6 +39,7 @@ from lastwords.optim_wrapper.state.object_walk import (
     VARIABLES,
     AttributesOf,
     Walk,
+    flat_gradients,
     own_of,
     variables,
 )
@@ -150,6 +151,7 @@ class Attributes:
         self.generators = Generators(beyond or {}, self.ledger)
         self._spoken = spoken or {}
         self._walk = Walk({}, {})
+        self._gradients: set[int] = set()
         self._first: dict[_Name, Any] = {}
         self._moved: dict[_Name, None] = {}
         self._way: dict[str, list[str]] = {}
@@ -157,7 +159,7 @@ class Attributes:
         self._asides = 0
         """Odd while the loop sets what it sets anyway."""
         self._aside: dict[_Name, Any] = {}
-        """What the loader was like before that."""
+        """What of the loader had not moved before that, and what it was."""
         self._odd: set[str] = set()
         self._slow = 0
         self._looked = [False, False]
@@ -183,7 +185,8 @@ class Attributes:
     def aside(self) -> Iterator[None]:
         """What changes inside has not moved: the loop sets it anyway, such as the epoch that a sampler is told."""
         before = self._marks_of_loader()
-        self._aside, self._asides = before, self._asides + 1
+        self._aside = {name: mark for name, mark in before.items() if self._first.get(name) == mark}
+        self._asides += 1
         try:
             yield
             self._first |= {name: mark for name, mark in self._marks_of_loader().items() if before.get(name) != mark}
@@ -220,6 +223,7 @@ class Attributes:
     def loop_begins(self) -> None:
         """What variables and globals hold now, the loop has not changed."""
         try:
+            self._walk.gradients = self._gradients = flat_gradients(self._saved().values())
             self._beside.begin(self._walk, self._saved(), self._extras)
         except Exception as error:  # of objects that nobody has foreseen: handed to the log, as nothing of it is saved
             _log.info("what variables and globals hold is not looked at: %r", error)
@@ -325,14 +329,18 @@ class Attributes:
         except Exception as error:  # of the same objects: handed to the checkpoint
             return [f"what cannot be looked at ({error!r:.200})"]
         if asides % 2 or asides != self._asides:  # the loop is just setting what it sets anyway
-            new = [
-                name
-                for name in new
-                if name[0].partition(".")[0] != LOADER or self._aside.get(name) != self._first.get(name)
-            ]
+            new = [name for name in new if not self._is_set_aside(name, walk)]
         values = [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
         odd = [f"what cannot be looked at ({walk.odd[path]})" for path in walk.odd.keys() - self._odd]
         return values + odd + self.generators.unseen(walk)
+
+    def _is_set_aside(self, name: _Name, walk: Walk) -> bool:
+        """Whether it had not moved before it was set, and is being set, or was met by the walk as it was before."""
+        before = self._aside.get(name)
+        being_set = before == self._first.get(name)
+        met = walk.cells.get(name)
+        of_loader = name[0].partition(".")[0] == LOADER
+        return of_loader and (being_set or (met is not None and _mark(met.told) == before))
 
     @property
     def moved(self) -> set[str]:
@@ -539,7 +547,11 @@ class Attributes:
             then = self._variables.get(root, {})
             same = {name: one for name, one in now.items() if then.get(name) == id(one)}
             held[root] = SimpleNamespace(**same)
-        return Walk({**self._roots, **held}, self._saved(), self.ledger.forgets, self._apart, self._lent)
+        saved = self._saved()
+        if (held or self._lent) and threading.get_ident() == self._thread:
+            self._gradients = flat_gradients(saved.values())
+        roots = {**self._roots, **held}
+        return Walk(roots, saved, self.ledger.forgets, self._apart, self._lent, self._gradients)
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """What variables hold, of the functions that run the loop."""

@@ -221,7 +221,6 @@ class _Everything(Beyond):
         begun_at: Mapping[types.CodeType, int],
     ) -> None:
         self.frames = user_frames(thread, modules=True)
-        self._trains = threading.get_ident() == thread
         self.places: dict[str, None] = {}
         self.is_late = False
         self._begun_at = begun_at
@@ -233,15 +232,14 @@ class _Everything(Beyond):
         walk = self._walk
         self._paths, self._containers, self._memory = {**walk._paths}, {**walk._containers}, {**walk._memory}
         self.tensors = {**walk.tensors}
-        leaves = [one for one in walk._saved_tensors if one.is_leaf] if self._trains else ()  # backward needs no GIL
-        tensors = [tensor.grad for tensor in leaves if tensor.grad is not None]
+        tensors: list[torch.Tensor] = []
         for one in walk.objects.values():
             if issubclass(type(one), torch.optim.Optimizer):
                 for table in (*one.param_groups, *one.state.values()):
                     self._containers[id(table)] = _SAVED
                     values = table.values() if type(table) is dict else ()
                     tensors += [value for value in values if issubclass(type(value), torch.Tensor)]
-        self._storages = self._storages | {at for tensor in tensors if (at := memory_of(tensor))}
+        self._storages = self._storages | {*walk.gradients} | {at for tensor in tensors if (at := memory_of(tensor))}
 
     def _running(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         for frame in self.frames:

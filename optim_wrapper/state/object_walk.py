@@ -165,7 +165,7 @@ class Walk:
 
     saved: name -> tensors that are saved by these. skip: paths of what is not looked at, as if it were not there.
     apart: ids of what is saved in another way, and not looked at where variables lead to it, or one of these `lent`
-    roots.
+    roots. gradients: see `flat_gradients`.
     """
 
     _values = True
@@ -177,19 +177,18 @@ class Walk:
         skip: Callable[[str], bool] = lambda path: False,
         apart: Collection[int] = frozenset(),
         lent: Collection[str] = (),
+        gradients: Collection[int] = frozenset(),
     ) -> None:
         self._roots = dict(roots)
         self._skip = skip
         self._apart, self._lent = apart, lent
         self._saved = {id(tensor): name for name, tensor in saved.items()}
-        self._saved_tensors = [*saved.values()]
         self._with_attributes = {name: one for name, one in saved.items() if type(one) in _TENSORS and (
             own_of(one) or any(getattr(one, key) for key in _HOOKS_OF_TENSORS))}  # fmt: skip
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
-        of_variables = any(VARIABLES in name for name in roots)
-        self._gradients = _shared_by_gradients(saved.values()) if of_variables else set()
+        self.gradients = gradients
         self._only: Mapping[str, Collection[str]] | None = None
         self._known: Collection[str] = ()
         self._begin()
@@ -436,7 +435,7 @@ class Walk:
     def _elsewhere(self, value: Any, path: str) -> Place | None:
         """What is told of a tensor or an array that lies in memory which was met before, or is saved by its name."""
         at = memory_of(value)
-        if at in self._storages or (at in self._gradients and VARIABLES in path):
+        if at in self._storages or (at in self.gradients and VARIABLES in path):
             return Place("", "a view of a tensor that is saved")
         met = self._memory.setdefault(at, path) if at and path else path
         if met != path:
@@ -672,8 +671,8 @@ def form_of(value: Any) -> str:
     return f"{MEMORY}{local.dtype} {tuple(local.shape)} {local.stride()} at {local.storage_offset()}"
 
 
-def _shared_by_gradients(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Where memory begins of which gradients are a part: that of a flat buffer of all of them, say."""
+def flat_gradients(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where memory begins of which gradients are a part: that of a flat buffer of all of them, say. Training thread."""
     gradients = [local_of(one.grad) for one in tensors if one.is_leaf and one.grad is not None]
     plain = [(one.untyped_storage(), one.nbytes) for one in gradients if not problem_of(one)]
     return {storage.data_ptr() for storage, nbytes in plain if storage.nbytes() > nbytes}

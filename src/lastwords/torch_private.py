@@ -35,6 +35,7 @@ NAMES = {
     "torch.Tensor._version": "how often a tensor was written; without it nothing can be exact, so the import fails",
     "torch.Tensor._cdata": "where its fields lie; they are looked for and checked, without them each tensor is asked",
     "torch.UntypedStorage._cdata": "the same",
+    "torch.Tensor._use_count": "whether torch has a gradient still, for threads that must not read it; needed",
     "torch.Tensor._is_view": "whether a gradient is part of a flat buffer; needed",
     "torch.Tensor._indices": "of a sparse tensor that is not coalesced, whose indices() raises; needed",
     "torch.Tensor._values": "the same",

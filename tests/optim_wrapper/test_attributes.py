@@ -182,6 +182,25 @@ def test_what_is_set_aside_is_no_state() -> None:
     assert saved(watch)["loader"]["seen"][0] == {"plain": [7]}
 
 
+def test_what_is_set_aside_while_an_incident_looks_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter()
+    watch = Attributes({}, dict)
+    watch.know(meter)
+    watch.begin()
+    walked = watch._new_walk
+    monkeypatch.setattr(watch, "_new_walk", lambda: (walked(), set_aside())[0])
+
+    def set_aside() -> None:
+        with watch.aside():
+            meter.total += 1.0
+
+    assert watch.unseen() == []
+    meter.seen.append(1)
+    assert watch.unseen() == ["loader.seen"]
+    meter.total = 7.0
+    assert watch.unseen() == ["loader.total", "loader.seen"], "it had moved before it was set"
+
+
 def test_a_function_that_is_assigned_is_no_state_and_objects_for_keys_are_left_where_they_are() -> None:
     net = Net()
     net.lazy, net.by_meter = None, {net.meter: 1}
