@@ -12,11 +12,16 @@ from collections.abc import Sequence
 from tests.zoo import recipes, recipes_strangers
 from tests.zoo.loop import CARDS, EXCLUSIVE, NO_NAME, Card, Loop, Words
 from tests.zoo.recipes_ddp import ValidateInner
+from tests.zoo.recipes_early import Early
+from tests.zoo.recipes_loading import Adaptive, LengthWarmUp, Mining
 from tests.zoo.recipes_moving import Lazy, Moco, SamByHand
 from tests.zoo.recipes_optimizing import GradientNoise, GrowGroups
 from tests.zoo.recipes_schedules import Averaged, SwaSwitch
 
 assert recipes.__doc__
+
+OTHER_ORDERS = (Mining, Adaptive, LengthWarmUp)
+"""What their samplers and data sets give depends on the step in which they are asked."""
 
 STEPS = range(2, 8)
 MOST = 4
@@ -71,6 +76,8 @@ def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
         return all(any(issubclass(loop, kind) for loop in loops) for kind in kinds)
 
     words = []
+    if has(Early) and any(loop.after_log is not Loop.after_log for loop in loops):  # which comes after the step's end
+        words.append("between step_end() and the next")
     if has(Lazy) and step == 2 and phase in ("fwd", "bwd"):  # it came in step 1, and moves for the first time
         words.append("its first change was seen after the step's copy was taken")
     if has(GradientNoise) and step % 4 == 0 and phase != "fwd":  # the only step in which it draws
@@ -86,8 +93,11 @@ def together(loops: Sequence[type[Loop]], phase: str, step: int) -> Words:
 def go_together(loops: Sequence[type[Loop]]) -> bool:
     """Whether no two of these replace the same exclusive hook or share a base of their own.
 
-    An update of one's own may step one optimizer alone, so nobody else brings others.
+    An update of one's own may step one optimizer alone, so nobody else brings others. A loop of one's own passes over
+    its data by itself: that a sampler gives them in another order then, only `steps()` sees.
     """
+    if any(loop.own_loop for loop in loops) and any(issubclass(loop, OTHER_ORDERS) for loop in loops):
+        return False
     taken: set[object] = set()
     for loop in loops:
         bases = [base for base in loop.__mro__ if base not in (Loop, object)]
