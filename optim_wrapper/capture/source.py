@@ -268,7 +268,7 @@ class TrainerSource:
         if groups_differ(snapshot.groups, groups):
             moved.append("the optimizer's hyperparameters")
         if moved or extras is not snapshot.extras:
-            self._snapshot = snapshot._replace(groups=groups, extras=extras)
+            self._snapshot = snapshot._replace(groups=groups, extras=extras, trained=self._watch.trained_ended)
         return moved
 
     def copy_again(self) -> None:

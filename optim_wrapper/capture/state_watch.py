@@ -337,7 +337,7 @@ FULL_LOOKS = 4
 """At the ends of so many steps all bytes are looked at of what the optimizer has nothing to do with, in the host's
 memory: a queue or a codebook, of which a step writes a few rows through `.data`, is found out then."""
 
-_HYPERPARAMETERS = "hyperparameters"
+_HYPERPARAMETERS, _NUMBERS = "hyperparameters", "optimizer's numbers"
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -385,7 +385,7 @@ class StateWatch:
         by_hand = lambda was, now: groups_differ(was, now, view.optimizer.param_groups, self.schedulers)  # noqa: E731
         self._others: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], bool]]] = {
             _HYPERPARAMETERS: (self.values.groups, by_hand),
-            "the optimizer's numbers": (lambda: self.values.now(self._ended_step + 1), ne),
+            f"the {_NUMBERS}": (lambda: self.values.now(self._ended_step + 1), ne),
             "requires_grad": (lambda: [*map(_requires_grad, self._parameters)], ne),
         }
         """What else the loop may change after its update: how to take its value, and whether two of them differ."""
@@ -573,10 +573,15 @@ class StateWatch:
 
     def again(self, step: int) -> list[str]:
         """`mark_end` once more, where anything has moved since; what has."""
-        moved = [] if self._ended is None else self._witness.moved(self._ended)
+        tensors = [] if self._ended is None else self._witness.moved(self._ended)
+        numbers, others = self.values.moved()
+        moved = [f"the {some(tensors)}"] if tensors else []
+        moved += [f"the {others or _NUMBERS}"] if others or numbers else []
+        if [*map(_requires_grad, self._parameters)] != self.trained_ended[1]:
+            moved.append("requires_grad")
         if moved:
             self.mark_end(step)
-        return [f"the {some(moved)}"] if moved else []
+        return moved
 
     def know(self, own: Iterable[OwnState]) -> None:
         """These optimizers' state_dict() has more than what is looked at here."""
@@ -635,7 +640,7 @@ class StateWatch:
         found = dict.fromkeys([*moved, *self._witness.replaced()])
         reasons = self._counts.reasons()
         if nested and numbers and not others:
-            others = "optimizer's numbers"
+            others = _NUMBERS
         if others:
             reasons.append(f"the {others} changed outside of optimizer.step() after the end of step {step}")
         if lost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
@@ -85,6 +86,128 @@ class EarlyLogDraws(Early):
     def after_log(self) -> None:
         super().after_log()
         self.values["drawn"] = torch.rand(())
+
+
+class Touched(Early):
+    """After the log, what `touched` has is changed."""
+
+    def optimizers(self) -> list[Any]:
+        return [Touching(self.bare.parameters(), lr=0.05, momentum=0.9)]
+
+    def touch(self) -> None:
+        """Change it."""
+
+    def after_log(self) -> None:
+        super().after_log()
+        with torch.no_grad():
+            self.touch()
+
+
+class Touching(torch.optim.SGD):
+    """Has numbers in its state, and a counter in its own `state_dict()`."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        for state in self.state.values():
+            state.setdefault("number", 1.0)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+
+
+def touched(name: str, what: str) -> Callable[[type[Touched]], type[Touched]]:
+    return recipe(f"early_{name}", f"the same, and the log is followed by a change of {what}", "win",
+                  {"win": "between step_end() and the next"}, mixes=False)  # fmt: skip
+
+
+@touched("momentum", "tensors in the optimizer's state")
+class EarlyMomentum(Touched):
+    def touch(self) -> None:
+        for state in self.opt.state.values():
+            state["momentum_buffer"].mul_(0.5)
+
+
+@touched("number", "numbers in the optimizer's state")
+class EarlyNumber(Touched):
+    def touch(self) -> None:
+        for state in self.opt.state.values():
+            state["number"] *= 0.5
+
+
+@touched("opt_attr", "a counter in the optimizer's own `state_dict()`")
+class EarlyOptAttr(Touched):
+    def touch(self) -> None:
+        self.inner[0].count += 1
+
+
+@touched("frozen", "`requires_grad`")
+class EarlyFrozen(Touched):
+    def ddp(self) -> dict[str, Any]:
+        return {"find_unused_parameters": True}
+
+    def touch(self) -> None:
+        self.bare[0].bias.requires_grad_(self.step % 2 == 0)
+
+
+@touched("buffer", "buffers")
+class EarlyBuffer(Touched):
+    def touch(self) -> None:
+        self.bare[1].running_mean.mul_(0.5)
+
+
+@touched("weights", "weights")
+class EarlyWeights(Touched):
+    def touch(self) -> None:
+        self.bare[0].weight.mul_(0.99)
+
+
+@touched("model_attr", "an attribute of a module")
+class EarlyModelAttr(Touched):
+    def touch(self) -> None:
+        self.bare[3].p = 0.9 - self.bare[3].p
+
+
+@touched("parameter_attr", "an attribute of a parameter")
+class EarlyParameterAttr(Touched):
+    def touch(self) -> None:
+        self.bare[0].weight.scale = self.step
+
+    def before_forward(self, batch: Any) -> Any:
+        x, y = super().before_forward(batch)
+        return x * (1 + getattr(self.bare[0].weight, "scale", 0)), y
+
+
+@touched("local", "what `local_extras` has")
+class EarlyLocal(Touched):
+    def setup(self) -> None:
+        super().setup()
+        self.local_extras["seen"] = self.seen = {"last": torch.zeros(())}
+
+    def touch(self) -> None:
+        self.seen["last"] += self.rank + 1
+
+
+@touched("numpy", "numpy's random numbers")
+class EarlyNumpy(Touched):
+    def touch(self) -> None:
+        self.values["drawn"] = torch.tensor(np.random.rand())
+
+
+@touched("own_generator", "a generator of the model's")
+class EarlyOwnGenerator(Touched):
+    def setup(self) -> None:
+        super().setup()
+        self.bare.rng = np.random.default_rng(3)
+
+    def touch(self) -> None:
+        self.values["drawn"] = torch.tensor(self.bare.rng.random())
 
 
 class Between(Loop):
