@@ -20,8 +20,8 @@ from tests.zoo.recipes_schedules import Averaged, SwaSwitch
 
 assert recipes.__doc__
 
-OTHER_ORDERS = (Mining, Adaptive, LengthWarmUp)
-"""What their samplers and data sets give depends on the step in which they are asked."""
+OF_STEPS = (Mining, Adaptive, LengthWarmUp, Early)
+"""Loops over `steps()` alone."""
 
 STEPS = range(2, 8)
 MOST = 4
@@ -94,9 +94,9 @@ def go_together(loops: Sequence[type[Loop]]) -> bool:
     """Whether no two of these replace the same exclusive hook or share a base of their own.
 
     An update of one's own may step one optimizer alone, so nobody else brings others. A loop of one's own passes over
-    its data by itself: that a sampler gives them in another order then, only `steps()` sees.
+    its data by itself: only `steps()` sees a sampler give them in another order then. And it ends each step once.
     """
-    if any(loop.own_loop for loop in loops) and any(issubclass(loop, OTHER_ORDERS) for loop in loops):
+    if any(loop.own_loop for loop in loops) and any(issubclass(loop, OF_STEPS) for loop in loops):
         return False
     taken: set[object] = set()
     for loop in loops:
