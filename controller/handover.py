@@ -38,8 +38,10 @@ from lastwords.errors import (
     StorageError,
     UnavailableError,
     is_shortage,
+    ranks_text,
 )
 from lastwords.liveness import leftovers, paths, process_id
+from lastwords.liveness.robust_mutex import state_of
 
 # What a controller is started with: one frozen value, which its command line carries as JSON.
 #
@@ -615,16 +617,71 @@ def _may_be_followed(directory: Path, elsewhere: bool) -> bool:
     with leftovers.no_controller_serves(directory) as nobody:
         if not nobody:
             return True
+    orphans = _orphans(directory)
+    return orphans is not None and bool(orphans.here or (elsewhere and orphans.left))
+
+
+def state_is_needed(directory: Path, *, job: str, root: Path) -> bool:
+    """Whether another controller may follow one that was killed by what is in `directory`, or nobody can tell.
+
+    For `leftovers.remove_dead_job_dirs`. job, root: of the job that starts; its earlier ranks had ended on other hosts.
+    """
     try:
-        kept = read(directory / paths.STATE_NAME)
+        orphans = _orphans(directory)
+    except (OSError, LastWordsError) as error:
+        _log.info("cannot tell whether %s is needed: %s", directory, error)
+        return True
+    if orphans is None:
+        return False
+    is_own = (orphans.spec.job, orphans.spec.root) == (job, root)
+    return bool(orphans.here or (orphans.left and not is_own))
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphans:
+    """What a controller that was killed on this host has left behind.
+
+    here: ranks that live on this host, one of which starts another controller. left: for what else a launcher, or a
+    person, may start one, in words: ranks of other hosts that are not known to be dead, or an order to publish.
+    is_over: how the job ends is decided, and nothing will be published any more.
+    """
+
+    spec: ControllerSpec
+    here: tuple[int, ...]
+    left: str
+    is_over: bool
+
+
+def _orphans(directory: Path) -> _Orphans | None:
+    """None without the state: then nobody can follow. Raises as `read`, where there is one. Leaves the lock alone."""
+    path = directory / paths.STATE_NAME
+    try:
+        kept = read(path)
+        silent_s = clock.wall_ns() / 1e9 - path.stat().st_mtime
     except UnavailableError as error:
         if is_shortage(error):
             raise
-        return False  # without the state nobody can follow
+        return None
+    except FileNotFoundError:
+        return None
     gone = {one.rank for one in kept.memory.gone}
-    processes = [one.process for rank, one in enumerate(kept.members) if rank not in gone]
-    here = process_id.host_id()
-    return any(process_id.is_alive(one) if one.host_id == here else elsewhere for one in processes)
+    places = {rank: one.process for rank, one in enumerate(kept.members) if rank not in gone}
+    here = {rank: one for rank, one in places.items() if one.host_id == process_id.host_id()}
+    living = tuple(rank for rank, one in here.items() if process_id.is_alive(one) and not _has_left(directory, rank))
+    left = [f"{ranks_text(away)} on other hosts"] if (away := places.keys() - here.keys()) else []
+    if kept.memory.publishing is not None:
+        left.append(f"the publication of step {kept.memory.publishing.step}")
+    if silent_s > starts.QUIET_S:
+        left.clear()
+    return _Orphans(kept.spec, living, ", ".join(left), kept.memory.outcome is not None)
+
+
+def _has_left(directory: Path, rank: int) -> bool:
+    """Whether the rank has given its life line back: its process may go on, but does not watch a controller."""
+    try:
+        return state_of(directory / f"rank_{rank}.life") is not None
+    except LastWordsError:
+        return False
 
 
 def _raw(path: Path) -> bytes:

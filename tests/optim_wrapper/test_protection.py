@@ -110,7 +110,7 @@ def host() -> Iterator[str]:
 def removals(protection: Any, job: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often leftovers are looked for when these ranks live on this host."""
     calls: list[None] = []
-    monkeypatch.setattr(leftovers, "remove_dead_job_dirs", lambda: calls.append(None))
+    monkeypatch.setattr(leftovers, "remove_dead_job_dirs", lambda needed: calls.append(None))
     lives = [LifeLine.create(paths.life_path(job, 1, rank)) for rank in ranks]
     protection._agent = SimpleNamespace(on_peer_died=lambda report: None, close=lambda: None)
     core: Any = SimpleNamespace(asks=False)
