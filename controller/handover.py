@@ -19,7 +19,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -402,32 +402,44 @@ def await_publications(
     shm_root: Path = paths.SHM_ROOT,
     stall_s: float = STALL_S,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
+) -> bool:
     """Return once no controller of an earlier generation is about to publish in this job's directories.
 
-    One that does not move for `stall_s` is given up: UnavailableError if it is of this very job, else a warning.
-    BusyError where ranks of this job still train on this host: they outlive a launcher that was killed.
+    Nor one that follows a controller of this job that was killed on this host. True if that took time, in which such a
+    one may have taken the address of this job. One that does not move for `stall_s` is given up: UnavailableError if it
+    is of this very job, else a warning. BusyError where ranks of this job still live on this host, and train or are
+    left without a controller: they outlive a launcher that was killed.
     """
-    began_mono_s = clock.mono_s()
-    while trains := next((one for one in _earlier_here(spec, shm_root) if _trains(one, spec)), None):
-        if clock.mono_s() - began_mono_s > LIVE_GRACE_S:
-            raise BusyError(
-                f"{trains.live} ranks of an earlier start of this job still train, with the {trains}: they go on when "
-                "their launcher is killed. End them with SIGTERM, which saves, and start again; or give this job "
-                "another name (LASTWORDS_JOB) and directory"
-            )
-        sleep(POLL_INTERVAL_S)
-    newest: object = None
-    moved_mono_s = clock.mono_s()
-    while found := _under_way(spec, shm_root):
+    newest: dict[str, object] = {}
+    living: object = None
+    given_up: set[str] = set()
+    waited = False
+    moved_mono_s = lived_mono_s = clock.mono_s()
+    while True:
+        killed = _killed_here(spec, shm_root)  # first: who follows one of them has a run file later
+        running = list(_earlier_here(spec, shm_root))
+        serving = {one.generation for one in running if one.job == spec.job}
+        trains = next((one for one in running if _trains(one, spec)), None)
+        orphans = {path: one for path, one in killed.items() if not one.followed and path not in given_up}
+        following = {path: one for path, one in killed.items() if one.followed and one.spec.generation not in serving}
+        found = _under_way(spec, running) | following | orphans
+        now_s = clock.mono_s()
+        if trains is None and not found:
+            return waited
+        if (trains and trains.pid, orphans) != living:
+            living, lived_mono_s = (trains and trains.pid, orphans), now_s
+        elif (trains or orphans) and now_s - lived_mono_s > LIVE_GRACE_S:
+            _refuse_living(trains, orphans)
+            given_up.update(orphans)
+            continue
         if found != newest:
-            if newest is None:
+            if not newest:
                 _log.info(
                     "waiting for an earlier start of this job, which may still publish a checkpoint: %s",
                     ", ".join(sorted(found)),
                 )
-            newest, moved_mono_s = found, clock.mono_s()
-        if clock.mono_s() - moved_mono_s > stall_s:
+            newest, moved_mono_s = found, now_s
+        if found and now_s - moved_mono_s > stall_s:
             what = f"{', '.join(sorted(found))}: no progress for {stall_s:g} s"
             if any(f"-{spec.job}-g" in name or f" {spec.job}," in name for name in found):
                 raise UnavailableError(
@@ -435,14 +447,68 @@ def await_publications(
                     f"logs in {spec.log_path.parent}, and end that controller if it hangs"
                 )
             _log.warning("%s; continuing without it", what)
-            return
+            return waited
         sleep(POLL_INTERVAL_S)
+        waited = True
 
 
-def _under_way(spec: ControllerSpec, shm_root: Path) -> dict[str, object]:
+def _refuse_living(trains: RunRecord | None, orphans: Mapping[str, _Orphans]) -> None:
+    """BusyError if ranks of this host are among them; what a launcher has not seen to by now nobody waits for."""
+    if trains is not None:
+        raise BusyError(
+            f"{trains.live} ranks of an earlier start of this job still train, with the {trains}: they go on when "
+            "their launcher is killed. End them with SIGTERM, which saves, and start again; or give this job "
+            "another name (LASTWORDS_JOB) and directory"
+        )
+    for path, one in orphans.items():
+        if one.here:
+            raise BusyError(
+                "the controller of an earlier start of this job was killed, no other one has followed it, and ranks of "
+                f"that start still live on this host ({ranks_text(one.here)}). To save what they hold, start a "
+                f"controller for them (lastwords controller --recover {path}) and end them with SIGTERM; to discard "
+                "it, end them with SIGKILL. Then start again"
+            )
+        _log.warning(
+            "the controller of an earlier start of this job was killed, and no other one has followed it for %g s; "
+            "what it has left is not waited for any longer: %s (%s)",
+            LIVE_GRACE_S,
+            one.left,
+            path,
+        )
+
+
+def _under_way(spec: ControllerSpec, running: list[RunRecord]) -> dict[str, object]:
     roots = [spec.root] if spec.fallback_root is None else [spec.root, spec.fallback_root]
     found: dict[str, object] = dict(starts.under_way(roots, (spec.job, spec.generation)))
-    found |= {str(one): one for one in _earlier_here(spec, shm_root) if one.stage in _BEFORE_PUBLICATION}
+    for one in running:
+        # One without a rank follows another one: they come back at once, or count as dead and an incident begins.
+        follows = one.job == spec.job and one.stage == "watching" and one.live == 0
+        if follows or one.stage in _BEFORE_PUBLICATION:
+            found[str(one)] = one
+    return found
+
+
+def _killed_here(spec: ControllerSpec, shm_root: Path) -> dict[str, _Orphans]:
+    """What killed controllers of earlier starts of this job may have left to be published, by state file.
+
+    UnavailableError where this process is short of something: then nobody can tell.
+    """
+    found: dict[str, _Orphans] = {}
+    try:
+        for directory in paths.job_dirs(spec.job, root=shm_root):
+            try:
+                one = _orphans(directory)
+            except (ConfigError, FormatError) as error:
+                _log.debug("%s says nothing of an earlier start: %s", directory, error)
+                continue
+            if one is None or one.spec.root != spec.root or one.spec.generation >= spec.generation or one.is_over:
+                continue
+            with leftovers.no_controller_serves(directory) as nobody:
+                followed = not nobody
+            if followed or one.here or one.left:
+                found[str(directory / paths.STATE_NAME)] = dataclasses.replace(one, followed=followed)
+    except OSError as error:
+        _log.warning("cannot look for controllers of earlier starts that were killed in %s: %s", shm_root, error)
     return found
 
 
@@ -643,13 +709,14 @@ class _Orphans:
 
     here: ranks that live on this host, one of which starts another controller. left: for what else a launcher, or a
     person, may start one, in words: ranks of other hosts that are not known to be dead, or an order to publish.
-    is_over: how the job ends is decided, and nothing will be published any more.
+    is_over: how the job ends is decided, and nothing will be published any more. followed: a process holds the lock.
     """
 
     spec: ControllerSpec
     here: tuple[int, ...]
     left: str
     is_over: bool
+    followed: bool = False
 
 
 def _orphans(directory: Path) -> _Orphans | None:
