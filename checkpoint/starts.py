@@ -281,17 +281,17 @@ class _Claims:
         return self.dead.get((name.job, name.generation), False)
 
     def remove_dead(self, root: Path, os: Os) -> None:
-        """Claims of which nothing is left; a name is never used again, so nobody can be about to lock it."""
+        """Claims of which nothing is left, unless a controller that follows has locked its own by now."""
         try:
             left = {layout.TemporaryName.parse(name) for name in os.listdir(root)}
             needed = {(name.job, name.generation) for name in left if name is not None}
             for job, generation in sorted(self.dead.keys() - needed):
                 path = layout.claim_path(root, job, generation)
                 if self.dead[job, generation] or _is_quiet(path, os):
-                    os.unlink(path)
+                    _unlink_unlocked(path, os)
         except FileNotFoundError:
             pass
-        except OSError as error:
+        except (OSError, StorageError) as error:
             logger.info("could not remove the claims of ended controllers in %s: %s", root, error)
 
 
@@ -393,6 +393,15 @@ def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> b
     if kept is not None:
         logger.warning("finished files of step %d were not published, and are kept in %s", name.global_step, kept)
     return kept is not None
+
+
+def _unlink_unlocked(path: Path, os: Os) -> None:
+    fd = os.open_lock(path)
+    try:
+        if os.try_lock(fd):  # until the name is gone: whoever locks the file after that sees that it is
+            os.unlink(path)
+    finally:
+        close(fd, path, os)
 
 
 def _unlocked(path: Path, os: Os) -> bool:
