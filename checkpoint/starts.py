@@ -281,17 +281,17 @@ class _Claims:
         return self.dead.get((name.job, name.generation), False)
 
     def remove_dead(self, root: Path, os: Os) -> None:
-        """Claims of which nothing is left; a name is never used again, so nobody can be about to lock it."""
+        """Claims of which nothing is left, unless a controller that follows has locked its own by now."""
         try:
             left = {layout.TemporaryName.parse(name) for name in os.listdir(root)}
             needed = {(name.job, name.generation) for name in left if name is not None}
             for job, generation in sorted(self.dead.keys() - needed):
                 path = layout.claim_path(root, job, generation)
                 if self.dead[job, generation] or _is_quiet(path, os):
-                    os.unlink(path)
+                    _unlink_unlocked(path, os)
         except FileNotFoundError:
             pass
-        except OSError as error:
+        except (OSError, StorageError) as error:
             logger.info("could not remove the claims of ended controllers in %s: %s", root, error)
 
 
@@ -395,6 +395,15 @@ def _is_kept(root: Path, tmp_dir: Path, name: layout.TemporaryName, os: Os) -> b
     return kept is not None
 
 
+def _unlink_unlocked(path: Path, os: Os) -> None:
+    fd = os.open_lock(path)
+    try:
+        if os.try_lock(fd):  # until the name is gone: whoever locks the file after that sees that it is
+            os.unlink(path)
+    finally:
+        close(fd, path, os)
+
+
 def _unlocked(path: Path, os: Os) -> bool:
     fd = os.open_lock(path)
     try:
@@ -446,7 +455,7 @@ def find_unpublished(root: Path, os: Os = REAL_OS) -> list[Unpublished]:
 
 START_BYTES_MAX = 1 << 20
 STARTS_KEPT = 64
-"""Newest starts that are remembered, besides each job's newest and those whose controllers live."""
+"""Newest starts that are remembered, besides each job's newest and those whose controllers live or may be followed."""
 
 STARTS_MAX = 256
 """A job that was not started in so many starts is remembered only as long as it lives: each start reads them all."""
@@ -497,10 +506,18 @@ class Start:
             return typed({"jobs": None, **content, "launch": launch, "restarted": False}, Start, "")
 
 
-def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int = 0) -> Start:
+def draw(
+    roots: Iterable[Path],
+    launch: Launch,
+    os: Os = REAL_OS,
+    *,
+    above: int = 0,
+    may_be_followed: MayBeFollowed = nobody_follows,
+) -> Start:
     """Draw the next generation in the first of `roots`; returns once it is durable. Only rank ctrl_rank_id calls this.
 
-    above: the highest one that was drawn elsewhere, by what a remote store has.
+    above: the highest one that was drawn elsewhere, by what a remote store has. may_be_followed: as of `remove_stale`;
+    such a start is remembered, too.
 
     Raises StorageError if the file system refuses, ConfigError if it cannot be told which job is started again, or if
     two of `roots` are one directory.
@@ -524,7 +541,7 @@ def draw(roots: Iterable[Path], launch: Launch, os: Os = REAL_OS, *, above: int 
         except FileExistsError:
             continue  # another job has drawn it
         sync_directory(root, os)
-        _forget(root, [*earlier, start], os)
+        _forget(root, [*earlier, start], os, may_be_followed)
         return start
     raise StorageError(
         f"{root}: {_DRAWS_MAX} generations in a row were taken by other processes; find out which "
@@ -700,7 +717,7 @@ def _newest(root: Path, names: list[str], os: Os) -> int:
     return max(found)
 
 
-def _forget(root: Path, starts: list[Start], os: Os) -> None:
+def _forget(root: Path, starts: list[Start], os: Os, may_be_followed: MayBeFollowed) -> None:
     """Remove starts that nobody can need any more; failures are only logged."""
     ordered = sorted(starts, key=lambda start: start.generation)
     newest = {start.job: start.generation for start in ordered}
@@ -711,7 +728,8 @@ def _forget(root: Path, starts: list[Start], os: Os) -> None:
     try:
         names = os.listdir(root)
         living = held(root, names, os)
-        gone = {start.generation for start in old if (start.job, start.generation) not in living}
+        ended = (start for start in old if (start.job, start.generation) not in living)
+        gone = {start.generation for start in ended if not may_be_followed(start.job, start.generation)}
         for generation in sorted(gone):
             os.unlink(root / layout.start_name(generation))
         for generation, job in _resumed_from(names):

@@ -19,7 +19,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ from lastwords.errors import (
     StorageError,
     UnavailableError,
     is_shortage,
+    ranks_text,
 )
 from lastwords.liveness import leftovers, paths, process_id
+from lastwords.liveness.robust_mutex import state_of
 
 # What a controller is started with: one frozen value, which its command line carries as JSON.
 #
@@ -400,32 +402,44 @@ def await_publications(
     shm_root: Path = paths.SHM_ROOT,
     stall_s: float = STALL_S,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
+) -> bool:
     """Return once no controller of an earlier generation is about to publish in this job's directories.
 
-    One that does not move for `stall_s` is given up: UnavailableError if it is of this very job, else a warning.
-    BusyError where ranks of this job still train on this host: they outlive a launcher that was killed.
+    Nor one that follows a controller of this job that was killed on this host. True if that took time, in which such a
+    one may have taken the address of this job. One that does not move for `stall_s` is given up: UnavailableError if it
+    is of this very job, else a warning. BusyError where ranks of this job still live on this host, and train or are
+    left without a controller: they outlive a launcher that was killed.
     """
-    began_mono_s = clock.mono_s()
-    while trains := next((one for one in _earlier_here(spec, shm_root) if _trains(one, spec)), None):
-        if clock.mono_s() - began_mono_s > LIVE_GRACE_S:
-            raise BusyError(
-                f"{trains.live} ranks of an earlier start of this job still train, with the {trains}: they go on when "
-                "their launcher is killed. End them with SIGTERM, which saves, and start again; or give this job "
-                "another name (LASTWORDS_JOB) and directory"
-            )
-        sleep(POLL_INTERVAL_S)
-    newest: object = None
-    moved_mono_s = clock.mono_s()
-    while found := _under_way(spec, shm_root):
+    newest: dict[str, object] = {}
+    living: object = None
+    given_up: set[str] = set()
+    waited = False
+    moved_mono_s = lived_mono_s = clock.mono_s()
+    while True:
+        killed = _killed_here(spec, shm_root)  # first: who follows one of them has a run file later
+        running = list(_earlier_here(spec, shm_root))
+        serving = {one.generation for one in running if one.job == spec.job}
+        trains = next((one for one in running if _trains(one, spec)), None)
+        orphans = {path: one for path, one in killed.items() if not one.followed and path not in given_up}
+        following = {path: one for path, one in killed.items() if one.followed and one.spec.generation not in serving}
+        found = _under_way(spec, running) | following | orphans
+        now_s = clock.mono_s()
+        if trains is None and not found:
+            return waited
+        if (trains and trains.pid, orphans) != living:
+            living, lived_mono_s = (trains and trains.pid, orphans), now_s
+        elif (trains or orphans) and now_s - lived_mono_s > LIVE_GRACE_S:
+            _refuse_living(trains, orphans)
+            given_up.update(orphans)
+            continue
         if found != newest:
-            if newest is None:
+            if not newest:
                 _log.info(
                     "waiting for an earlier start of this job, which may still publish a checkpoint: %s",
                     ", ".join(sorted(found)),
                 )
-            newest, moved_mono_s = found, clock.mono_s()
-        if clock.mono_s() - moved_mono_s > stall_s:
+            newest, moved_mono_s = found, now_s
+        if found and now_s - moved_mono_s > stall_s:
             what = f"{', '.join(sorted(found))}: no progress for {stall_s:g} s"
             if any(f"-{spec.job}-g" in name or f" {spec.job}," in name for name in found):
                 raise UnavailableError(
@@ -433,14 +447,68 @@ def await_publications(
                     f"logs in {spec.log_path.parent}, and end that controller if it hangs"
                 )
             _log.warning("%s; continuing without it", what)
-            return
+            return waited
         sleep(POLL_INTERVAL_S)
+        waited = True
 
 
-def _under_way(spec: ControllerSpec, shm_root: Path) -> dict[str, object]:
+def _refuse_living(trains: RunRecord | None, orphans: Mapping[str, _Orphans]) -> None:
+    """BusyError if ranks of this host are among them; what a launcher has not seen to by now nobody waits for."""
+    if trains is not None:
+        raise BusyError(
+            f"{trains.live} ranks of an earlier start of this job still train, with the {trains}: they go on when "
+            "their launcher is killed. End them with SIGTERM, which saves, and start again; or give this job "
+            "another name (LASTWORDS_JOB) and directory"
+        )
+    for path, one in orphans.items():
+        if one.here:
+            raise BusyError(
+                "the controller of an earlier start of this job was killed, no other one has followed it, and ranks of "
+                f"that start still live on this host ({ranks_text(one.here)}). To save what they hold, start a "
+                f"controller for them (lastwords controller --recover {path}) and end them with SIGTERM; to discard "
+                "it, end them with SIGKILL. Then start again"
+            )
+        _log.warning(
+            "the controller of an earlier start of this job was killed, and no other one has followed it for %g s; "
+            "what it has left is not waited for any longer: %s (%s)",
+            LIVE_GRACE_S,
+            one.left,
+            path,
+        )
+
+
+def _under_way(spec: ControllerSpec, running: list[RunRecord]) -> dict[str, object]:
     roots = [spec.root] if spec.fallback_root is None else [spec.root, spec.fallback_root]
     found: dict[str, object] = dict(starts.under_way(roots, (spec.job, spec.generation)))
-    found |= {str(one): one for one in _earlier_here(spec, shm_root) if one.stage in _BEFORE_PUBLICATION}
+    for one in running:
+        # One without a rank follows another one: they come back at once, or count as dead and an incident begins.
+        follows = one.job == spec.job and one.stage == "watching" and one.live == 0
+        if follows or one.stage in _BEFORE_PUBLICATION:
+            found[str(one)] = one
+    return found
+
+
+def _killed_here(spec: ControllerSpec, shm_root: Path) -> dict[str, _Orphans]:
+    """What killed controllers of earlier starts of this job may have left to be published, by state file.
+
+    UnavailableError where this process is short of something: then nobody can tell.
+    """
+    found: dict[str, _Orphans] = {}
+    try:
+        for directory in paths.job_dirs(spec.job, root=shm_root):
+            try:
+                one = _orphans(directory)
+            except (ConfigError, FormatError) as error:
+                _log.debug("%s says nothing of an earlier start: %s", directory, error)
+                continue
+            if one is None or one.spec.root != spec.root or one.spec.generation >= spec.generation or one.is_over:
+                continue
+            with leftovers.no_controller_serves(directory) as nobody:
+                followed = not nobody
+            if followed or one.here or one.left:
+                found[str(directory / paths.STATE_NAME)] = dataclasses.replace(one, followed=followed)
+    except OSError as error:
+        _log.warning("cannot look for controllers of earlier starts that were killed in %s: %s", shm_root, error)
     return found
 
 
@@ -615,16 +683,72 @@ def _may_be_followed(directory: Path, elsewhere: bool) -> bool:
     with leftovers.no_controller_serves(directory) as nobody:
         if not nobody:
             return True
+    orphans = _orphans(directory)
+    return orphans is not None and bool(orphans.here or (elsewhere and orphans.left))
+
+
+def state_is_needed(directory: Path, *, job: str, root: Path) -> bool:
+    """Whether another controller may follow one that was killed by what is in `directory`, or nobody can tell.
+
+    For `leftovers.remove_dead_job_dirs`. job, root: of the job that starts; its earlier ranks had ended on other hosts.
+    """
     try:
-        kept = read(directory / paths.STATE_NAME)
+        orphans = _orphans(directory)
+    except (OSError, LastWordsError) as error:
+        _log.info("cannot tell whether %s is needed: %s", directory, error)
+        return True
+    if orphans is None:
+        return False
+    is_own = (orphans.spec.job, orphans.spec.root) == (job, root)
+    return bool(orphans.here or (orphans.left and not is_own))
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphans:
+    """What a controller that was killed on this host has left behind.
+
+    here: ranks that live on this host, one of which starts another controller. left: for what else a launcher, or a
+    person, may start one, in words: ranks of other hosts that are not known to be dead, or an order to publish.
+    is_over: how the job ends is decided, and nothing will be published any more. followed: a process holds the lock.
+    """
+
+    spec: ControllerSpec
+    here: tuple[int, ...]
+    left: str
+    is_over: bool
+    followed: bool = False
+
+
+def _orphans(directory: Path) -> _Orphans | None:
+    """None without the state: then nobody can follow. Raises as `read`, where there is one. Leaves the lock alone."""
+    path = directory / paths.STATE_NAME
+    try:
+        kept = read(path)
+        silent_s = clock.wall_ns() / 1e9 - path.stat().st_mtime
     except UnavailableError as error:
         if is_shortage(error):
             raise
-        return False  # without the state nobody can follow
+        return None
+    except FileNotFoundError:
+        return None
     gone = {one.rank for one in kept.memory.gone}
-    processes = [one.process for rank, one in enumerate(kept.members) if rank not in gone]
-    here = process_id.host_id()
-    return any(process_id.is_alive(one) if one.host_id == here else elsewhere for one in processes)
+    places = {rank: one.process for rank, one in enumerate(kept.members) if rank not in gone}
+    here = {rank: one for rank, one in places.items() if one.host_id == process_id.host_id()}
+    living = tuple(rank for rank, one in here.items() if process_id.is_alive(one) and not _has_left(directory, rank))
+    left = [f"{ranks_text(away)} on other hosts"] if (away := places.keys() - here.keys()) else []
+    if kept.memory.publishing is not None:
+        left.append(f"the publication of step {kept.memory.publishing.step}")
+    if silent_s > starts.QUIET_S:
+        left.clear()
+    return _Orphans(kept.spec, living, ", ".join(left), kept.memory.outcome is not None)
+
+
+def _has_left(directory: Path, rank: int) -> bool:
+    """Whether the rank has given its life line back: its process may go on, but does not watch a controller."""
+    try:
+        return state_of(directory / f"rank_{rank}.life") is not None
+    except LastWordsError:
+        return False
 
 
 def _raw(path: Path) -> bytes:

@@ -82,7 +82,8 @@ def start_controller(spec: ControllerSpec, token: str) -> ControllerHandle:
         raise ConfigError("sys.executable is not set, so the controller's process cannot be started")
     os.close(process_id.open_pidfd(os.getpid()))
     handover.await_address(spec.ip, spec.port)
-    handover.await_publications(spec)
+    if handover.await_publications(spec):
+        handover.await_address(spec.ip, spec.port)  # a controller that has followed one of this job's has it, too
     return _start(spec, spec.to_json(), token)
 
 

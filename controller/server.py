@@ -16,6 +16,8 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 from lastwords import clock, codec, threads
@@ -121,10 +123,12 @@ class Neighbours:
         on_release: Callable[[int], None],
         on_ending: Callable[[int, str], None],
         nonce: str = "",
+        may_be_followed: Callable[[Path], bool] = lambda directory: True,
     ) -> None:
         self._job = job
         self._generation = generation
         self._nonce = nonce
+        self._may_be_followed = may_be_followed
         self._host_id = process_id.host_id()
         self._on_watched = on_watched
         self._watched: dict[int, ProcessId] = {}
@@ -138,7 +142,7 @@ class Neighbours:
         """
         self._watch.start()
         with threads.starting("lastwords-host-watch"):
-            self._jobs.submit(_clear_up)
+            self._jobs.submit(_clear_up, self._may_be_followed)
 
     def welcome(self, rank: int, process: ProcessId) -> None:
         """An accepted rank: watch its process if it runs on this host, unless that is done already."""
@@ -183,10 +187,10 @@ class Neighbours:
         self._watch.later(PAUSES_S[tried], again)
 
 
-def _clear_up() -> None:
+def _clear_up(may_be_followed: Callable[[Path], bool]) -> None:
     try:
         handover.remove_dead_run_files()
-        leftovers.remove_dead_job_dirs()
+        leftovers.remove_dead_job_dirs(may_be_followed)
     except Exception:  # outermost: nobody looks at what a thread pool's job raises
         _log.exception("cleaning up failed")
 
@@ -271,6 +275,7 @@ class ControllerShell:
             lambda rank: self._call_soon(self._feed, (events.Watched(rank, ended=True),)),
             lambda rank, how: self._call_soon(self._on_end_known, rank, how),
             spec.nonce,
+            partial(handover.state_is_needed, job=spec.job, root=spec.root),
         )
 
     # ------------------------------------------------------------------ life

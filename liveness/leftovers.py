@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lastwords import clock
@@ -24,12 +24,15 @@ YOUNG_S = 60.0
 """A job that is just starting may have a directory and no life line that is held yet."""
 
 
-def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_S) -> list[Path]:
+def remove_dead_job_dirs(
+    may_be_followed: Callable[[Path], bool], *, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_S
+) -> list[Path]:
     """Remove every job directory of this user all of whose ranks on this host have ended; returns what went.
 
     A directory without any life line, with one that cannot be read, or changed less than `young_s` ago stays. So does
-    that of a controller that serves: it may save for ranks of other hosts, and be followed if it is killed.
-    Harmless at any time and from any process; failures are only logged.
+    that of a controller that serves: it may save for ranks of other hosts, and be followed if it is killed. Where one
+    was killed that `may_be_followed` by what is in the directory, only the memory of its ranks goes: no rank is left
+    that could read it. Harmless at any time and from any process; failures are only logged.
     """
     removed = []
     try:
@@ -47,8 +50,9 @@ def remove_dead_job_dirs(*, root: Path = paths.SHM_ROOT, young_s: float = YOUNG_
                 continue  # without a look at its lock: a controller that starts there takes it at the first try
             with no_controller_serves(path) as nobody:
                 if nobody and _is_dead(path, young_s):
-                    paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root)
-                    removed.append(path)
+                    followed = may_be_followed(path)
+                    paths.remove_job_dir(found[2], int(found[3]), found[4] or "", root=root, followed=followed)
+                    removed += [] if followed else [path]
         except (LastWordsError, OSError) as error:
             _log.info("%s is not removed: %s", path, error)
     if removed:

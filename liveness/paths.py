@@ -33,6 +33,8 @@ JOB_DIR = re.compile(r"lastwords-(\d+)-([A-Za-z0-9_.-]{1,64})-g(\d+)(?:-([0-9a-f
 """Name of a job's directory: user, job, generation, nonce."""
 
 _OURS = re.compile(r"(rank_\d+\.(life|box|copy[01])|controller\.(json|lock))(\.\d+\.new)?")
+_OF_RANKS = re.compile(r"rank_\d+\.(box|copy[01])(\.\d+\.new)?")
+"""What only ranks of the same host read."""
 
 
 def check_job(job: str) -> str:
@@ -65,10 +67,11 @@ def job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT
     return root / (f"{name}-{check_nonce(nonce)}" if nonce else name)
 
 
-def job_dirs(job: str, generation: int, *, root: Path = SHM_ROOT) -> list[Path]:
-    """Directories of the starts with this job and generation, of any user and nonce. OSError."""
+def job_dirs(job: str, generation: int | None = None, *, root: Path = SHM_ROOT) -> list[Path]:
+    """Directories of the starts with this job and generation (None: any), of any user and nonce. OSError."""
     found = ((name, JOB_DIR.fullmatch(name)) for name in sorted(os.listdir(root)))
-    return [root / name for name, of in found if of is not None and (of[2], int(of[3])) == (job, generation)]
+    of_job = ((root / name, int(of[3])) for name, of in found if of is not None and of[2] == job)
+    return [path for path, number in of_job if generation in (None, number)]
 
 
 def life_path(job: str, generation: int, rank: int, nonce: str = "", *, root: Path = SHM_ROOT) -> Path:
@@ -168,16 +171,19 @@ def make_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM
     return path
 
 
-def remove_job_dir(job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT) -> None:
+def remove_job_dir(
+    job: str, generation: int, nonce: str = "", *, root: Path = SHM_ROOT, followed: bool = False
+) -> None:
     """Remove the directory with everything of ours in it; a file of another name stays, and so does the directory then.
 
-    Harmless when nothing is there. Processes that still have a file mapped keep their memory.
+    Harmless when nothing is there. Processes that still have a file mapped keep their memory. followed: what another
+    controller needs in the place of one that was killed stays: its state, and the life lines.
     """
     path = job_dir(job, generation, nonce, root=root)
     if path.is_symlink() or not path.is_dir():
         return
     for entry in sorted(path.iterdir()):
-        if _OURS.fullmatch(entry.name):
+        if (_OF_RANKS if followed else _OURS).fullmatch(entry.name):
             entry.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.rmdir()

@@ -21,6 +21,7 @@ import torch
 from lastwords.checkpoint import starts
 from lastwords.checkpoint.remote.transfer import highest_generation
 from lastwords.checkpoint.system import REAL_OS, Os, probe
+from lastwords.controller import handover
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 from lastwords.optim_wrapper.launch.config import Config
@@ -166,7 +167,8 @@ def agree(world: World, config: Config, settings: dict[str, Any], checkpoint_byt
     try:
         # One node's torchrun has seen a failure, the others only that the job starts again.
         launch = dataclasses.replace(launch, restarted=launch.restarted or world.noted(f"{prefix}/restarted"))
-        drawn = starts.draw(config.roots, launch, above=highest_generation(config.sources))
+        above = highest_generation(config.sources)
+        drawn = starts.draw(config.roots, launch, above=above, may_be_followed=handover.may_be_followed)
         agreement = Agreement(
             drawn.job,
             drawn.generation,

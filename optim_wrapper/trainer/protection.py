@@ -14,6 +14,7 @@ import secrets
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from lastwords import log_lines, threads
 from lastwords.checkpoint import load
 from lastwords.checkpoint.manifest import Claimed
+from lastwords.controller import handover
 from lastwords.controller import launch as controller_launch
 from lastwords.controller.handover import INCIDENTS_FILE, LOG_DIRECTORY
 from lastwords.controller.timeline import recorded_exit
@@ -184,7 +186,8 @@ class Protection:
             self._launcher.guarded(state_path if state_path.exists() else None)
             self._watch_launcher(self._launcher)
         if self._ring.is_first:
-            leftovers.remove_dead_job_dirs()  # the controller does so too, but only on its own host
+            needed = partial(handover.state_is_needed, job=agreement.job, root=self._config.ckpt_save_path)
+            leftovers.remove_dead_job_dirs(needed)  # the controller does so too, but only on its own host
 
     def close(self) -> None:
         """End the threads and give everything back. The job's files in shared memory belong to the controller.

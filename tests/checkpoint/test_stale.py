@@ -79,6 +79,25 @@ def test_what_another_job_has_left_goes_after_a_day_without_a_change(tmp_path: P
     assert remove_stale(tmp_path, "mine", 3) == [directory]
 
 
+def test_the_claim_of_a_controller_that_follows_meanwhile_stays(tmp_path: Path) -> None:
+    """It has the name of the one before it, and without a claim a start on another host would not wait for it."""
+    killed = Claim.take(tmp_path, "other", 9)
+    assert killed is not None
+    REAL_OS.close(killed._fd)
+    Job(name="other", generation=9).tmp_dir(tmp_path, 30).mkdir()
+    taken: list[Claim | None] = []
+
+    def follows(job: str, generation: int) -> bool:
+        taken.append(Claim.take(tmp_path, job, generation))
+        return False
+
+    remove_stale(tmp_path, "mine", 3, may_be_followed=follows)
+    assert starts.held(tmp_path, [path.name for path in tmp_path.iterdir()]) == {("other", 9)}
+    for claim in taken:
+        assert claim is not None
+        claim.release()
+
+
 def test_generations_of_other_jobs_are_not_compared_with_this_ones(tmp_path: Path) -> None:
     """Two jobs with one fallback directory drew their generations in two different places."""
     later = Job(name="other", generation=9).tmp_dir(tmp_path, 30)

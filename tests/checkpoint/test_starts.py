@@ -247,6 +247,20 @@ def test_a_start_whose_controller_lives_is_not_forgotten(
     assert (tmp_path / layout.start_name(1)).exists() is lives
 
 
+def test_nor_is_one_whose_controller_was_killed_and_may_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starts, "STARTS_KEPT", 3)
+    for _ in range(5):
+        draw(
+            [tmp_path], Launch(job="digits"), may_be_followed=lambda job, generation: (job, generation) == ("digits", 1)
+        )
+    found = sorted(
+        start.generation for start in starts.read_starts(tmp_path, [path.name for path in tmp_path.iterdir()])
+    )
+    assert found == [1, 3, 4, 5]
+
+
 def test_a_start_comes_back_from_its_file(tmp_path: Path) -> None:
     start = Start(3, "digits", dataclasses.replace(ALONE, job=""), ("a", "b"))
     assert Start.decode(start.encode(), tmp_path) == start

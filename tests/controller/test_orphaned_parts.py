@@ -6,18 +6,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lastwords.checkpoint import layout
 from lastwords.checkpoint.lock_file import LockFile
-from lastwords.checkpoint.starts import Claim
+from lastwords.checkpoint.starts import QUIET_S, Claim
 from lastwords.checkpoint.system import REAL_OS
+from lastwords.controller import handover
 from lastwords.controller.events import GoneRank, JobMemory, PartPlan, Registered, Remember, StartPublish
 from lastwords.controller.handover import ControllerSpec, StateFile, StateOwner
 from lastwords.controller.storage import StorageJobs
-from lastwords.liveness import paths, process_id
+from lastwords.liveness import leftovers, paths, process_id
+from lastwords.liveness.robust_mutex import LifeLine
 from lastwords.vocabulary import DeathSource, ProcessId
 from tests.checkpoint.states import Job
 
@@ -74,14 +77,16 @@ def root(tmp_path: Path) -> Iterator[Path]:
     REAL_OS.close(claim._fd)  # as kill -9 does
     directory = paths.make_job_dir(LAST_WORDS.name, LAST_WORDS.generation, NONCE)
     yield tmp_path
-    shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
-def keep(root: Path, *ranks: ProcessId, gone: tuple[int, ...] = ()) -> Path:
+def keep(root: Path, *ranks: ProcessId, gone: tuple[int, ...] = (), publishing: StartPublish | None = None) -> Path:
     """The state that the killed controller has kept for the one that follows it."""
     spec = ControllerSpec("127.0.0.1", 30052, LAST_WORDS.name, LAST_WORDS.generation, len(ranks), root, nonce=NONCE)
     path = paths.state_path(LAST_WORDS.name, LAST_WORDS.generation, NONCE)
-    memory = JobMemory(gone=tuple(GoneRank(rank, DeathSource.STREAM, None) for rank in gone))
+    memory = JobMemory(
+        gone=tuple(GoneRank(rank, DeathSource.STREAM, None) for rank in gone), certain=True, publishing=publishing
+    )
     members = tuple(Registered(rank, ("u",)) for rank in ranks)
     StateFile(path, StateOwner(HERE.pid, HERE.start_ticks - 1), spec, "t0ken").write(Remember(members, memory))
     return path
@@ -132,6 +137,67 @@ def test_by_a_state_that_cannot_be_read_nobody_can_tell_and_without_one_nobody_c
     before = names(root)
     assert (starts(root) == before) is stays
     assert is_cleared_up(starts(root)) is not stays
+
+
+def ends_here(*ranks: int) -> None:
+    """They have ended long ago, by their life lines."""
+    for rank in ranks:
+        LifeLine.create(paths.life_path(LAST_WORDS.name, LAST_WORDS.generation, rank, NONCE)).release()
+    os.utime(paths.job_dir(LAST_WORDS.name, LAST_WORDS.generation, NONCE), (1, 1))
+
+
+def clears_memory(job: str, root: Path) -> None:
+    """As each controller does, and one rank of each host, when a job with this name is started to save in `root`."""
+    leftovers.remove_dead_job_dirs(partial(handover.state_is_needed, job=job, root=root))
+
+
+def test_the_state_by_which_a_launcher_may_have_a_controller_followed_outlives_all_ranks_of_its_host(
+    root: Path,
+) -> None:
+    state = keep(root, ENDED, ELSEWHERE)
+    ends_here(0)
+    clears_memory("other", root)
+    clears_memory(LAST_WORDS.name, root / "elsewhere")  # a job of this name in another directory is another job
+    assert handover.read(state).spec.job == LAST_WORDS.name
+    clears_memory(LAST_WORDS.name, root)
+    assert not state.exists()
+
+
+def test_so_it_does_where_a_checkpoint_lacks_no_more_than_its_name(root: Path) -> None:
+    state = keep(root, ENDED, publishing=StartPublish(1, 1, STEP, 0, (), "rank 0 died", (0,), (0,), ()))
+    ends_here(0)
+    clears_memory("other", root)
+    assert state.exists()
+
+
+@pytest.mark.parametrize(
+    ("last", "gone", "age_s"), [(ENDED, (), 0), (ELSEWHERE, (1,), 0), (ELSEWHERE, (), QUIET_S + 60)]
+)
+def test_where_nobody_can_be_saved_any_more_the_state_goes_too(
+    root: Path, last: ProcessId, gone: tuple[int, ...], age_s: float
+) -> None:
+    state = keep(root, ENDED, last, gone=gone)
+    then_s = state.stat().st_mtime - age_s
+    os.utime(state, (then_s, then_s))
+    ends_here(0)
+    clears_memory("other", root)
+    assert not state.exists()
+
+
+def test_a_rank_that_has_ended_its_protection_has_nobody_followed_though_its_process_goes_on(root: Path) -> None:
+    state = keep(root, HERE)
+    ends_here(0)
+    assert is_cleared_up(starts(root))
+    clears_memory("other", root)
+    assert not state.exists()
+
+
+def test_a_state_that_cannot_be_read_stays(root: Path) -> None:
+    state = keep(root, ENDED)
+    state.write_text("{")
+    ends_here(0)
+    clears_memory("other", root)
+    assert state.exists()
 
 
 def test_a_restart_clears_up_behind_its_own_job_but_for_ranks_that_live_on_its_host(root: Path) -> None:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lastwords.checkpoint import layout, load
+from lastwords.checkpoint.lock_file import LockFile
 from lastwords.checkpoint.starts import Claim
 from lastwords.controller import handover
-from lastwords.controller.handover import ControllerSpec, RunFile, RunRecord, await_publications, run_file_path
+from lastwords.controller.events import JobMemory, Outcome, OutcomeKind, Registered, Remember, StartPublish
+from lastwords.controller.handover import (
+    ControllerSpec,
+    RunFile,
+    RunRecord,
+    StateFile,
+    StateOwner,
+    await_publications,
+    run_file_path,
+)
 from lastwords.errors import BusyError, UnavailableError
-from lastwords.liveness import process_id
+from lastwords.liveness import paths, process_id
+from lastwords.vocabulary import ProcessId
 from tests import golden
 from tests.checkpoint.states import Job
 
@@ -67,7 +83,9 @@ def refuse(pause_s: float) -> None:
     raise AssertionError("there is nothing to wait for")
 
 
-@pytest.mark.parametrize(("stage", "waits"), [("saving", True), ("verifying", True), ("watching", False)])
+@pytest.mark.parametrize(
+    ("stage", "waits"), [("saving", True), ("verifying", True), ("watching", True), ("exiting", False)]
+)
 def test_on_the_same_host_a_run_file_says_that_an_incident_is_on(tmp_path: Path, stage: str, waits: bool) -> None:
     ticks = process_id.start_ticks(os.getpid()) or 0
     log = str(spec(tmp_path).log_path)
@@ -94,7 +112,8 @@ def test_a_job_whose_ranks_have_outlived_their_launcher_is_not_started_twice(
     file = RunFile(run_file_path("127.0.0.1", 30050, root=tmp_path), record)
     file.update(stage="watching", live=2, progress=0)
     if job == "other":
-        return await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=refuse)
+        assert not await_publications(spec(tmp_path, job), shm_root=tmp_path, sleep=refuse)
+        return
     await_publications(spec(tmp_path), shm_root=tmp_path, sleep=lambda _: file.remove())  # they have just been killed
     file = RunFile(run_file_path("127.0.0.1", 30050, root=tmp_path), record)
     file.update(stage="watching", live=2, progress=0)
@@ -143,3 +162,104 @@ def test_a_file_that_grows_is_progress(tmp_path: Path, monkeypatch: pytest.Monke
     await_publications(spec(tmp_path), shm_root=tmp_path, sleep=sleep)
     assert now_s[0] > 3 * handover.STALL_S
     claim.release()
+
+
+SELF = process_id.this_process("n")
+ENDED = replace(SELF, start_ticks=SELF.start_ticks - 1)
+ELSEWHERE = ProcessId("another host", SELF.pid, SELF.start_ticks, "n")
+
+
+def killed(root: Path, *ranks: ProcessId, **memory: Any) -> Path:
+    """The state of a controller that was killed after it had begun to save for these ranks."""
+    directory = paths.make_job_dir(BEFORE.name, BEFORE.generation, "5f3a", root=root)
+    (directory / paths.LOCK_NAME).touch()
+    before = replace(spec(root), generation=BEFORE.generation, world_size=len(ranks), nonce="5f3a")
+    path = directory / paths.STATE_NAME
+    owner = StateOwner(ENDED.pid, ENDED.start_ticks)
+    remembered = Remember(tuple(Registered(rank, ("u",)) for rank in ranks), JobMemory(certain=True, **memory))
+    StateFile(path, owner, before, "t0ken").write(remembered)
+    return path
+
+
+class Following:
+    """Another controller that follows there, one act for each look of whoever waits, and publishes step 30 at last."""
+
+    def __init__(self, root: Path, state: Path) -> None:
+        self.root, self.state = root, state
+        self.acts = iter(self.run())
+
+    def __call__(self, pause_s: float) -> None:
+        next(self.acts)
+
+    def run(self) -> Iterator[None]:
+        yield  # its process begins
+        with LockFile(self.state.with_name(paths.LOCK_NAME)).held() as held:
+            assert held
+            yield
+            log = str(spec(self.root).log_path)
+            record = RunRecord(
+                "127.0.0.1:30099", SELF.pid, SELF.start_ticks, BEFORE.name, BEFORE.generation, "token", log
+            )
+            file = RunFile(run_file_path("127.0.0.1", 30099, root=self.root), record)
+            for stage, live in (("watching", 0), ("watching", 1), ("settling", 1), ("saving", 1), ("publishing", 1)):
+                file.update(stage=stage, live=live, progress=0)
+                yield
+            BEFORE.save(self.root, 30)
+            shutil.rmtree(self.state.parent)
+            file.update(stage="exiting", live=1, progress=0)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("last", "publishing"),
+    [(SELF, None), (ELSEWHERE, None), (ENDED, StartPublish(1, 1, 30, 0, (), "rank 0 died", (0,), (0,), ()))],
+    ids=["for a rank of this host", "for one of another host", "to finish a publication"],
+)
+def test_a_controller_that_follows_one_that_was_killed_is_waited_for(
+    tmp_path: Path, last: ProcessId, publishing: StartPublish | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = killed(tmp_path, ENDED, last, publishing=publishing)
+    caplog.set_level(logging.INFO)
+    assert await_publications(spec(tmp_path), shm_root=tmp_path, sleep=Following(tmp_path, state))
+    assert load.latest(tmp_path) == layout.checkpoint_dir(tmp_path, 30)
+    golden.says(caplog.messages)
+
+
+def test_ranks_whom_no_controller_follows_are_not_left_to_a_second_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(tmp_path, ENDED, SELF)
+    monkeypatch.setattr(handover, "LIVE_GRACE_S", 0.0)
+    with golden.raises(BusyError):
+        await_publications(spec(tmp_path), shm_root=tmp_path, sleep=lambda _: None)
+
+
+def test_ranks_of_other_hosts_whom_no_controller_follows_are_given_up_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever restarts a job has ended them."""
+    killed(tmp_path, ENDED, ELSEWHERE)
+    now_s = [0.0]
+    monkeypatch.setattr("lastwords.controller.handover.clock.mono_s", lambda: now_s[0])
+
+    def sleep(pause_s: float) -> None:
+        now_s[0] += 1.0
+
+    assert await_publications(spec(tmp_path), shm_root=tmp_path, sleep=sleep)
+    assert handover.LIVE_GRACE_S < now_s[0] < 2 * handover.LIVE_GRACE_S
+    golden.says(caplog.messages)
+
+
+OVER = Outcome(OutcomeKind.SAVED, 30, "path", "rank 0 died", (0,))
+
+
+@pytest.mark.parametrize("why", ["all have ended", "over", "another job", "another directory", "a later start"])
+def test_what_nobody_publishes_any_more_or_is_not_this_jobs_is_not_waited_for(tmp_path: Path, why: str) -> None:
+    killed(tmp_path, ENDED, ENDED if why == "all have ended" else SELF, outcome=OVER if why == "over" else None)
+    mine = {
+        "another job": spec(tmp_path, "other"),
+        "another directory": replace(spec(tmp_path), root=tmp_path / "other"),
+        "a later start": replace(spec(tmp_path), generation=BEFORE.generation),
+    }.get(why, spec(tmp_path))
+    mine.root.mkdir(exist_ok=True)
+    assert not await_publications(mine, shm_root=tmp_path, sleep=refuse)

@@ -29,7 +29,7 @@ from lastwords.controller import events, handover
 from lastwords.controller.__main__ import _pipe
 from lastwords.controller.events import JobStage
 from lastwords.controller.handover import ControllerSpec
-from lastwords.controller.launch import ControllerHandle, start_controller
+from lastwords.controller.launch import ControllerHandle, start_controller, start_successor
 from lastwords.controller.membership import Membership
 from lastwords.controller.server import ControllerShell, listen
 from lastwords.controller.takeover import query_state
@@ -844,6 +844,24 @@ def test_a_restart_waits_for_the_publication_before_it_and_takes_over(job: Job) 
         puppet.await_(lambda puppet=puppet: puppet.core.released, "to be released")
         puppet.close()
     job.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("port", ["the same", "any"])
+def test_a_restart_waits_for_the_controller_that_follows_one_that_was_killed(job: Job, port: str) -> None:
+    first = job.start()
+    puppets = job.train(steps=6)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait(WAIT_S)
+    job.handles.remove(first)
+    puppets[2].call("mark_raised", "boom", False)
+    for puppet in puppets:
+        threading.Thread(target=lambda puppet=puppet: (puppet.exit_order(), puppet.close()), daemon=True).start()
+    state = paths.state_path(job.spec.job, 1)
+    begin = threading.Timer(1.0, lambda: job.handles.append(start_successor(state)))  # as a rank of this host does
+    begin.start()
+    job.start(generation=2, **({"port": 0} if port == "any" else {}))
+    assert latest(job.spec.root) == layout.checkpoint_dir(job.spec.root, 6)
+    begin.join()
 
 
 def test_an_idle_controller_of_an_aborted_start_is_replaced_at_once(job: Job) -> None:

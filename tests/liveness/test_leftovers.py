@@ -38,9 +38,14 @@ def job(root: Path, name: str, *, ended: int, living: int = 0, extra: str = "") 
     return path, lives[ended:]
 
 
+def nobody(directory: Path) -> bool:
+    """No controller may follow one that was killed."""
+    return False
+
+
 def test_a_job_whose_ranks_have_all_ended_is_removed(root: Path) -> None:
     path, _ = job(root, "over", ended=3)
-    assert remove_dead_job_dirs(root=root) == [path]
+    assert remove_dead_job_dirs(nobody, root=root) == [path]
     assert not path.exists()
 
 
@@ -48,7 +53,7 @@ def test_what_a_version_without_nonces_left_is_removed(root: Path) -> None:
     path, _ = job(root, "over", ended=3)
     former = path.rename(paths.job_dir("over", 1, root=root))
     os.utime(former, (1, 1))
-    assert remove_dead_job_dirs(root=root) == [former]
+    assert remove_dead_job_dirs(nobody, root=root) == [former]
 
 
 def test_the_directory_of_a_controller_that_serves_stays_although_no_rank_of_its_host_lives(root: Path) -> None:
@@ -58,16 +63,31 @@ def test_the_directory_of_a_controller_that_serves_stays_although_no_rank_of_its
     with LockFile(lock).held() as held:
         assert held
         os.utime(path, (1, 1))
-        assert remove_dead_job_dirs(root=root) == []
+        assert remove_dead_job_dirs(nobody, root=root) == []
         assert (path / paths.STATE_NAME).exists()
     lock.touch()  # as a controller leaves it that is killed
     os.utime(path, (1, 1))
-    assert remove_dead_job_dirs(root=root) == [path]
+    assert remove_dead_job_dirs(nobody, root=root) == [path]
+
+
+def test_what_a_controller_needs_that_may_follow_a_killed_one_stays_and_memory_that_nobody_can_read_goes(
+    root: Path,
+) -> None:
+    path, _ = job(root, "over", ended=2, extra=paths.STATE_NAME)
+    (path / "rank_1.copy0").write_bytes(bytes(1000))
+    (path / paths.LOCK_NAME).touch()
+    os.utime(path, (1, 1))
+    assert remove_dead_job_dirs(lambda directory: directory == path, root=root) == []
+    left = ["controller.json", "controller.lock", "rank_0.life", "rank_1.life"]
+    assert sorted(entry.name for entry in path.iterdir()) == left
+    os.utime(path, (1, 1))
+    assert remove_dead_job_dirs(nobody, root=root) == [path]
+    assert not path.exists()
 
 
 def test_a_job_with_one_living_rank_stays_whole(root: Path) -> None:
     path, lives = job(root, "alive", ended=2, living=1)
-    assert remove_dead_job_dirs(root=root) == []
+    assert remove_dead_job_dirs(nobody, root=root) == []
     assert sorted(entry.name for entry in path.iterdir()) == ["rank_0.box", "rank_0.life", "rank_1.life", "rank_2.life"]
     for life in lives:
         life.release()
@@ -76,7 +96,7 @@ def test_a_job_with_one_living_rank_stays_whole(root: Path) -> None:
 def test_a_job_that_has_just_begun_stays(root: Path) -> None:
     path, _ = job(root, "young", ended=1)
     os.utime(path)
-    assert remove_dead_job_dirs(root=root) == []
+    assert remove_dead_job_dirs(nobody, root=root) == []
     assert path.exists()
 
 
@@ -88,13 +108,13 @@ def test_what_cannot_be_judged_stays(root: Path) -> None:
     for name in ("something-else", f"lastwords-{os.getuid() + 1}-other-g1", f"lastwords-{os.getuid()}-controllers"):
         (root / name).mkdir()
         os.utime(root / name, (1, 1))
-    assert remove_dead_job_dirs(root=root) == []
+    assert remove_dead_job_dirs(nobody, root=root) == []
     assert without.exists()
     assert broken.exists()
 
 
 def test_a_place_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    assert remove_dead_job_dirs(root=tmp_path / "nowhere") == []
+    assert remove_dead_job_dirs(nobody, root=tmp_path / "nowhere") == []
 
 
 def test_a_controller_that_starts_meanwhile_gets_its_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +129,5 @@ def test_a_controller_that_starts_meanwhile_gets_its_lock(root: Path, monkeypatc
         return looks(path, young_s)
 
     monkeypatch.setattr(leftovers, "_is_dead", look)
-    assert remove_dead_job_dirs(root=root) == []
+    assert remove_dead_job_dirs(nobody, root=root) == []
     assert taken == [True]

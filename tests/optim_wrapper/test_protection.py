@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lastwords.checkpoint.layout import start_name
 from lastwords.controller.handover import ControllerSpec
 from lastwords.controller.launch import ControllerHandle
 from lastwords.errors import ConfigError, StorageError
@@ -110,7 +111,7 @@ def host() -> Iterator[str]:
 def removals(protection: Any, job: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
     """How often leftovers are looked for when these ranks live on this host."""
     calls: list[None] = []
-    monkeypatch.setattr(leftovers, "remove_dead_job_dirs", lambda: calls.append(None))
+    monkeypatch.setattr(leftovers, "remove_dead_job_dirs", lambda needed: calls.append(None))
     lives = [LifeLine.create(paths.life_path(job, 1, rank)) for rank in ranks]
     protection._agent = SimpleNamespace(on_peer_died=lambda report: None, close=lambda: None)
     core: Any = SimpleNamespace(asks=False)
@@ -164,6 +165,21 @@ def test_two_jobs_of_one_name_on_one_host_never_share_a_black_box(
     paths.remove_job_dir(specs[0].job, specs[0].generation, specs[0].nonce)
     assert [box.exists() for box in boxes] == [False, True]
     paths.remove_job_dir(specs[1].job, specs[1].generation, specs[1].nonce)
+
+
+def test_a_start_remembers_those_whose_controllers_were_killed_and_may_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(startup.starts, "STARTS_KEPT", 1)
+    monkeypatch.setattr(startup.handover, "may_be_followed", lambda job, generation: generation == 1)
+    monkeypatch.setattr(
+        startup.controller_launch, "start_controller", lambda spec, token: ControllerHandle(0, 1, spec.log_path, None)
+    )
+    config = Config.from_env(0, "127.0.0.1", 30051, tmp_path, environ={"LASTWORDS_JOB": "digits"})
+    for _ in range(3):
+        startup.agree(World(), config, {})
+    assert [generation for generation in (1, 2, 3) if (tmp_path / start_name(generation)).exists()] == [1, 3]
 
 
 @pytest.mark.parametrize("value", [None, "1", "2"])
