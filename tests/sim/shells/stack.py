@@ -263,7 +263,7 @@ class Watch:
     def __init__(self, stack: Stack, *arguments: Any) -> None:
         self.on_death: Callable[[int, DeathSource, float], None]
         self.on_release: Callable[[int], None]
-        self.on_death, _, self.on_release, _ = (argument for argument in arguments if callable(argument))
+        self.on_death, _, self.on_release, *_ = (argument for argument in arguments if callable(argument))
         self._stack = stack
 
     def start(self) -> None: ...
