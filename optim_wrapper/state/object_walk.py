@@ -57,7 +57,7 @@ from lastwords.optim_wrapper.state.running import (
 )
 from lastwords.optim_wrapper.tensors.tensor_bytes import class_name, memory_of, problem_of
 from lastwords.optim_wrapper.tensors.tensor_tree import DICTS, parts_of
-from lastwords.sharding.dtensor import local_of
+from lastwords.sharding.dtensor import is_dtensor, local_of
 
 OBJECTS_MAX = 20_000
 """Objects and containers; the walk ends there."""
@@ -183,8 +183,8 @@ class Walk:
         self._skip = skip
         self._apart, self._lent = apart, lent
         self._saved = {id(tensor): name for name, tensor in saved.items()}
-        self._with_attributes = {name: one for name, one in saved.items() if type(one) in _TENSORS and (
-            own_of(one) or any(getattr(one, key) for key in _HOOKS_OF_TENSORS))}  # fmt: skip
+        self._with_attributes = {name: one for name, one in saved.items() if _is_tensor(one) and (
+            attributes_of(one) or any(getattr(one, key) for key in _HOOKS_OF_TENSORS))}  # fmt: skip
         plain = {name: local for name, tensor in saved.items() if not problem_of(local := local_of(tensor))}
         self._pointers = {tensor.data_ptr(): name for name, tensor in plain.items()}
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in plain.values()} - {0}
@@ -311,7 +311,7 @@ class Walk:
         for key in attributes_of(one):
             if not self._skip(f"{path}.{key}"):
                 self._cell(path, key, one)
-        own = {key: getattr(one, key) for key in _HOOKS_OF_TENSORS} if type(one) in _TENSORS else own_of(one)
+        own = {key: getattr(one, key) for key in _HOOKS_OF_TENSORS} if _is_tensor(one) else own_of(one)
         for key in [key for key in own if type(key) is str and key.endswith(_HOOKS)]:
             self._at = path, key
             self.told(own[key], f"{path}.{key}", 0)
@@ -756,6 +756,11 @@ def is_attribute(one: Any, key: str) -> bool:
     return key in probe or key in _attributes(one, [key])
 
 
+def _is_tensor(one: Any) -> bool:
+    """Whether it is torch's own, and has no attributes but those of the user's, and torch's with an underscore."""
+    return type(one) in _TENSORS or is_dtensor(one)
+
+
 def attributes_of(one: Any) -> list[str]:
     """Names of the attributes that are looked at."""
     found = _attributes(one, own_of(one))
@@ -789,5 +794,5 @@ def _attributes(one: Any, own: Iterable[str]) -> list[str]:
     if issubclass(kind, DataLoader):
         return [key for key in own if key not in _OF_ANY_LOADER]
     without = one.without if issubclass(kind, AttributesOf) else ()
-    private, left_out = ("_", ()) if without is None or kind in _TENSORS else ("__", without)
+    private, left_out = ("_", ()) if without is None or _is_tensor(one) else ("__", without)
     return [key for key in own if type(key) is str and not key.startswith(private) and key not in left_out]

@@ -382,8 +382,11 @@ class ParameterAttribute(Loop):
 
     def after_backward(self) -> None:
         for parameter in self.bare.parameters():
-            parameter.norm += 0.1 * (float(parameter.grad.norm()) - parameter.norm)  # type: ignore[attr-defined,union-attr]
+            parameter.norm += 0.1 * (self.norm_of(parameter.grad) - parameter.norm)  # type: ignore[attr-defined]
             parameter.grad.div_(parameter.norm)  # type: ignore[attr-defined,union-attr]
+
+    def norm_of(self, gradient: Any) -> float:
+        return float(gradient.norm())
 
 
 class Normalising:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from tests.zoo.loop import WIDTH, Loop, recipe
 from tests.zoo.recipes_gradients import GradientMomentum, ZeroNotNone
-from tests.zoo.recipes_moving import MomentumEncoder
+from tests.zoo.recipes_moving import MomentumEncoder, ParameterAttribute
 from tests.zoo.recipes_schedules import LossEma
 
 
@@ -42,6 +42,13 @@ class HybridPlain(Hybrid):
         "fwd bwd win end", {"win end": "loss_ema"}, mixes=False)  # fmt: skip
 class HybridLossEma(Hybrid, LossEma):
     pass
+
+
+@recipe("hsdp_parameter_attr", "HSDP with gradients divided by their average norm, an attribute of each parameter",
+        "fwd bwd win end", {"win end": "norm"}, mixes=False)  # fmt: skip
+class HybridAttribute(Hybrid, ParameterAttribute):
+    def norm_of(self, gradient: Any) -> float:
+        return float(gradient.full_tensor().norm())
 
 
 @recipe("hsdp_bf16_clip", "HSDP with bf16 parameters, fp32 reduction, clipped gradients", "bwd win", mixes=False)
