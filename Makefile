@@ -7,7 +7,8 @@
 #   make demo-elastic   8 ranks train, one gets kill -9, 4 ranks go on, and one process answers
 #   make test      the usual tests: four minutes on two idle cores
 #   make test-ci   the other tests with processes, and those that compute for long: CI runs both
-#   make test-rest those, and the other cases of long tables
+#   make test-rest the other cases of long tables: less than an hour on two idle cores
+#   make test-zoo  every recipe of the zoo in every phase: half an hour
 #   make test-all  all of them
 #   make test-readme   does what README.md says, in new environments: minutes
 #   make test-gpu  the tests that need a GPU, with four ranks on the first one, over NCCL, in the python that has torch for it: PYTHON=...
@@ -49,7 +50,7 @@ TORCH ?= 2.7.1 2.14.1
 TORCH_TESTS := tests/optim_wrapper tests/sharding tests/integrations $(addprefix tests/integration/test_,$(addsuffix .py,\
   kills exactness sharded_kills layouts ddp_buckets ddp_wherever negative_controls own_loop dcp))
 
-.PHONY: install venv screenshots demo demo-parallel demo-heal demo-recover demo-elastic test test-ci test-rest test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
+.PHONY: install venv screenshots demo demo-parallel demo-heal demo-recover demo-elastic test test-ci test-rest test-zoo test-all test-torch test-s3 messages check matrix chaos zoo zoo-drill verdicts bench bench-peers ci-frameworks bench-month docs proto clean mutants test-root test-gpu test-readme test-user deploy-check dist dist-check
 .DELETE_ON_ERROR:
 
 install venv: $(READY)
@@ -77,13 +78,15 @@ demo-elastic: $(READY)
 	$(BIN)/python -m demo.transformer.elastic $(ARGS)
 
 # Bytecode is written even where the environment says not to: each test process would compile the same modules again.
-test test-ci test-rest test-all: export PYTHONDONTWRITEBYTECODE =
+test test-ci test-rest test-zoo test-all: export PYTHONDONTWRITEBYTECODE =
 test: SELECTED = not slow and not thorough and not ci
 test-ci: SELECTED = ci and not slow and not thorough
-test-rest: SELECTED = (thorough or ci) and not slow
+test-rest test-zoo: SELECTED = thorough and not slow
+test-rest: OF = --ignore=tests/zoo
+test-zoo: OF = tests/zoo
 test-all: SELECTED = not slow
-test test-ci test-rest test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(SELECTED)' --durations=20 $(ARGS)
+test test-ci test-rest test-zoo test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '$(SELECTED)' --durations=20 $(OF) $(ARGS)
 
 test-root: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'root and not slow' $(ARGS) $$(grep -rlF @pytest.mark.root tests)

@@ -1,7 +1,7 @@
 """Which tests `make test` takes: of those with processes the ones in usual.txt, of a long table some cases.
 
-`make test-ci` takes the other processes, and what computes for long, `make test-rest` these and the other cases. What
-`-m` leaves out is not made in the first place: thousands of cases, in each of xdist's workers.
+`make test-ci` takes the other processes, and what computes for long, `make test-rest` and `make test-zoo` the rest.
+What `-m` leaves out is not made in the first place: thousands of cases, in each of xdist's workers.
 """
 
 from __future__ import annotations
