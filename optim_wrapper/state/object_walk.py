@@ -758,7 +758,8 @@ def is_attribute(one: Any, key: str) -> bool:
 
 def _is_tensor(one: Any) -> bool:
     """Whether it is torch's own, and has no attributes but those of the user's, and torch's with an underscore."""
-    return type(one) in _TENSORS or is_dtensor(one)
+    kind = type(one)  # nobody asks an object for its class
+    return kind in _TENSORS or (issubclass(kind, torch.Tensor) and is_dtensor(one))
 
 
 def attributes_of(one: Any) -> list[str]:
