@@ -310,6 +310,7 @@ def _habit_of(gradient: torch.Tensor | None) -> Habit:
 _FRAMES, _NAMES, _GRADIENT = methodcaller("values"), attrgetter("f_code.co_names"), attrgetter("grad")
 _BUSY = tuple(methodcaller("__contains__", name) for name in ("grad", "run_backward"))
 """Whether code may be setting gradients, by the names in it."""
+_STOP, _END = 2, 3
 
 
 def are_there(tensors: Sequence[torch.Tensor]) -> list[bool] | None:
@@ -323,9 +324,10 @@ def are_there(tensors: Sequence[torch.Tensor]) -> list[bool] | None:
         return []
     frames = [chain.from_iterable(map(_FRAMES, map(call, (sys._current_frames,)))) for _ in _BUSY]
     busy = chain.from_iterable([map(has, map(_NAMES, every)) for has, every in zip(_BUSY, frames, strict=True)])
-    there = zip(map(is_not, map(_GRADIENT, tensors), repeat(None)))  # each in a tuple: equal to no bool
-    found: list[Any] = [*iter(chain(busy, there).__next__, True)]
-    return [one for (one,) in found[-len(tensors) :]] if found and type(found[-1]) is tuple else None
+    there = map(is_not, map(_GRADIENT, tensors), repeat(None))
+    # Numbers, as no garbage is collected for them: a finalizer would let others have the GIL.
+    found = [*iter(chain(map((0, _STOP).__getitem__, busy), there, (_END,)).__next__, _STOP)]
+    return [*map(bool, found[-1 - len(tensors) : -1])] if found[-1:] == [_END] else None
 
 
 def any_there(tensors: Iterable[torch.Tensor]) -> bool:

@@ -159,7 +159,7 @@ class Attributes:
         self._asides = 0
         """Odd while the loop sets what it sets anyway."""
         self._aside: dict[_Name, Any] = {}
-        """What of the loader had not moved before that, and what it was."""
+        """What the loader was like before that, of what had not moved by then."""
         self._odd: set[str] = set()
         self._slow = 0
         self._looked = [False, False]
@@ -185,7 +185,7 @@ class Attributes:
     def aside(self) -> Iterator[None]:
         """What changes inside has not moved: the loop sets it anyway, such as the epoch that a sampler is told."""
         before = self._marks_of_loader()
-        self._aside = {name: mark for name, mark in before.items() if self._first.get(name) == mark}
+        self._aside = {name: mark if self._first.get(name) == mark else _MOVED for name, mark in before.items()}
         self._asides += 1
         try:
             yield
@@ -585,13 +585,21 @@ def of_job(
             roots[name] = wrapper.inner
 
     def saved() -> dict[str, torch.Tensor]:
-        every: dict[str, torch.Tensor] = {}
-        every |= {f"parameter {name}": one for name, one in view.model.named_parameters(remove_duplicate=False)}
+        every = {f"parameter {name}": one for name, one in view.every_parameter().items()}
+        # While FSDP2 computes, others stand in their places.
+        every |= {
+            f"gathered {name}": one
+            for name, one in view.model.named_parameters()
+            if one is not every[f"parameter {name}"]
+        }
         buffers = view.model.named_buffers(remove_duplicate=False)
         every |= {f"buffer {name}": one for name, one in buffers if not is_composite(one)}
         return every | {f"trained {number}": one for number, one in enumerate(view.trained)}
 
     return Attributes(roots, saved, ledger, spoken, beyond, apart, variables)
+
+
+_MOVED = object()
 
 
 def _part(every: Mapping[str, _T], *, of_loader: bool) -> dict[str, _T]:

@@ -302,14 +302,17 @@ class UnitView:
         every = self.all_names()
         return every if self.members is None else _restricted(every, self.members, self.exclude_buffers)
 
+    def every_parameter(self) -> dict[str, torch.Tensor]:
+        """The model's, by its own names, those that come twice, too; of FSDP2 the lasting ones."""
+        return {**dict(self.model.named_parameters(remove_duplicate=False)), **self._lasting}
+
     def all_names(self) -> Names:
         """Everything this rank has, whatever unit it belongs to."""
         parameters: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
         refused: dict[str, UnstorableError] = {}
-        live = dict(self.model.named_parameters(remove_duplicate=False))
-        for raw, parameter in {**live, **self._lasting}.items():
+        for raw, parameter in self.every_parameter().items():
             name = self.called(raw.replace(_COMPILED, ""))
             if id(parameter) in first:
                 if first[id(parameter)] != name:

@@ -198,7 +198,11 @@ def test_what_is_set_aside_while_an_incident_looks_is_no_state(monkeypatch: pyte
     meter.seen.append(1)
     assert watch.unseen() == ["loader.seen"]
     meter.total = 7.0
-    assert watch.unseen() == ["loader.total", "loader.seen"], "it had moved before it was set"
+    meter.extra = 1
+    assert watch.unseen() == ["loader.total", "loader.seen", "loader.extra"], "they had moved before it was set"
+    monkeypatch.undo()
+    with watch.aside():
+        assert watch.unseen() == ["loader.seen", "loader.extra"]
 
 
 def test_a_function_that_is_assigned_is_no_state_and_objects_for_keys_are_left_where_they_are() -> None:

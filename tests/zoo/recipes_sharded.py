@@ -45,10 +45,30 @@ class HybridLossEma(Hybrid, LossEma):
 
 
 @recipe("hsdp_parameter_attr", "HSDP with gradients divided by their average norm, an attribute of each parameter",
-        "fwd bwd win end", {"win end": "norm"}, mixes=False)  # fmt: skip
+        "fwd bwd win end", mixes=False)  # fmt: skip
 class HybridAttribute(Hybrid, ParameterAttribute):
     def norm_of(self, gradient: Any) -> float:
         return float(gradient.full_tensor().norm())
+
+
+@recipe("hsdp_group_attr", "the same in two groups of `fully_shard`, and an attribute that never changes",
+        "fwd bwd win end", mixes=False)  # fmt: skip
+class HybridGroups(HybridAttribute):
+    def wrap(self, net: Any) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net[0], mesh=mesh)
+        net[0].register_forward_pre_hook(lambda *_: self.at("fwd"), prepend=True)  # the outer group is whole by then
+        return fully_shard(net, mesh=mesh)
+
+    def setup(self) -> None:
+        super().setup()
+        for parameter in self.bare.parameters():
+            parameter.decays = parameter.ndim > 1
+
+    def before_forward(self, batch: Any) -> Any:
+        with torch.no_grad():
+            self.values["metric"] = self.model(batch[0]).mean()  # which leaves the outer group whole
+        return super().before_forward(batch)
 
 
 @recipe("hsdp_bf16_clip", "HSDP with bf16 parameters, fp32 reduction, clipped gradients", "bwd win", mixes=False)
