@@ -508,7 +508,12 @@ def _killed_here(spec: ControllerSpec, shm_root: Path) -> dict[str, _Orphans]:
             if followed or one.here or one.left:
                 found[str(directory / paths.STATE_NAME)] = dataclasses.replace(one, followed=followed)
     except OSError as error:
-        _log.warning("cannot look for controllers of earlier starts that were killed in %s: %s", shm_root, error)
+        if is_shortage(error):
+            raise UnavailableError(
+                f"cannot tell whether an earlier start of job {spec.job} may still publish, by what is in {shm_root}: "
+                f"{error.strerror}; raise that limit, or wait, and start again"
+            ) from error
+        _log.debug("cannot look for controllers of earlier starts that were killed in %s: %s", shm_root, error)
     return found
 
 
@@ -696,7 +701,7 @@ def state_is_needed(directory: Path, *, job: str, root: Path) -> bool:
         orphans = _orphans(directory)
     except (OSError, LastWordsError) as error:
         _log.info("cannot tell whether %s is needed: %s", directory, error)
-        return True
+        return not (isinstance(error, ConfigError | FormatError) and _is_quiet(directory))
     if orphans is None:
         return False
     is_own = (orphans.spec.job, orphans.spec.root) == (job, root)
@@ -721,10 +726,8 @@ class _Orphans:
 
 def _orphans(directory: Path) -> _Orphans | None:
     """None without the state: then nobody can follow. Raises as `read`, where there is one. Leaves the lock alone."""
-    path = directory / paths.STATE_NAME
     try:
-        kept = read(path)
-        silent_s = clock.wall_ns() / 1e9 - path.stat().st_mtime
+        kept, is_quiet = read(directory / paths.STATE_NAME), _is_quiet(directory)
     except UnavailableError as error:
         if is_shortage(error):
             raise
@@ -735,16 +738,22 @@ def _orphans(directory: Path) -> _Orphans | None:
     places = {rank: one.process for rank, one in enumerate(kept.members) if rank not in gone}
     here = {rank: one for rank, one in places.items() if one.host_id == process_id.host_id()}
     living = tuple(rank for rank, one in here.items() if process_id.is_alive(one) and not _has_left(directory, rank))
-    left = [f"{ranks_text(away)} on other hosts"] if (away := places.keys() - here.keys()) else []
+    away = [rank for rank in places.keys() - here.keys() if not _has_left(directory, rank)]  # in another pid namespace
+    left = [f"{ranks_text(away)} on other hosts"] if away else []
     if kept.memory.publishing is not None:
         left.append(f"the publication of step {kept.memory.publishing.step}")
-    if silent_s > starts.QUIET_S:
+    if is_quiet:
         left.clear()
     return _Orphans(kept.spec, living, ", ".join(left), kept.memory.outcome is not None)
 
 
+def _is_quiet(directory: Path) -> bool:
+    """Whether the state was written so long ago that nobody waits for another controller. OSError."""
+    return clock.wall_ns() / 1e9 - (directory / paths.STATE_NAME).stat().st_mtime > starts.QUIET_S
+
+
 def _has_left(directory: Path, rank: int) -> bool:
-    """Whether the rank has given its life line back: its process may go on, but does not watch a controller."""
+    """Whether its life line here says that it has ended, or given it back and does not watch a controller any more."""
     try:
         return state_of(directory / f"rank_{rank}.life") is not None
     except LastWordsError:

@@ -74,7 +74,11 @@ def no_controller_serves(path: Path) -> Iterator[bool]:
             is_free = True
         except BlockingIOError:
             is_free = False
-        yield is_free
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # whoever has forked meanwhile would keep it
 
 
 def _is_dead(path: Path, young_s: float) -> bool:

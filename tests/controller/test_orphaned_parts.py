@@ -192,12 +192,25 @@ def test_a_rank_that_has_ended_its_protection_has_nobody_followed_though_its_pro
     assert not state.exists()
 
 
-def test_a_state_that_cannot_be_read_stays(root: Path) -> None:
+def test_ranks_whose_life_lines_are_here_are_on_no_other_host(root: Path) -> None:
+    """Those of a container that has ended are, by their pid namespace."""
+    state = keep(root, ELSEWHERE, ELSEWHERE)
+    ends_here(0, 1)
+    clears_memory("other", root)
+    assert not state.exists()
+
+
+def test_a_state_that_cannot_be_read_stays_for_a_day(root: Path) -> None:
     state = keep(root, ENDED)
     state.write_text("{")
     ends_here(0)
     clears_memory("other", root)
     assert state.exists()
+    then_s = state.stat().st_mtime - QUIET_S - 60
+    os.utime(state, (then_s, then_s))
+    ends_here()
+    clears_memory("other", root)
+    assert not state.exists()
 
 
 def test_a_restart_clears_up_behind_its_own_job_but_for_ranks_that_live_on_its_host(root: Path) -> None:

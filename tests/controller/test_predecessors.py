@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -27,7 +28,7 @@ from lastwords.controller.handover import (
     run_file_path,
 )
 from lastwords.errors import BusyError, UnavailableError
-from lastwords.liveness import paths, process_id
+from lastwords.liveness import leftovers, paths, process_id
 from lastwords.vocabulary import ProcessId
 from tests import golden
 from tests.checkpoint.states import Job
@@ -248,6 +249,19 @@ def test_ranks_of_other_hosts_whom_no_controller_follows_are_given_up_aloud(
     assert await_publications(spec(tmp_path), shm_root=tmp_path, sleep=sleep)
     assert handover.LIVE_GRACE_S < now_s[0] < 2 * handover.LIVE_GRACE_S
     golden.says(caplog.messages)
+
+
+def test_nobody_starts_who_is_too_short_of_descriptors_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(tmp_path, ENDED, SELF)
+
+    def short(directory: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(leftovers, "no_controller_serves", short)
+    with golden.raises(UnavailableError):
+        await_publications(spec(tmp_path), shm_root=tmp_path, sleep=refuse)
 
 
 OVER = Outcome(OutcomeKind.SAVED, 30, "path", "rank 0 died", (0,))

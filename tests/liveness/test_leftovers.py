@@ -70,6 +70,24 @@ def test_the_directory_of_a_controller_that_serves_stays_although_no_rank_of_its
     assert remove_dead_job_dirs(nobody, root=root) == [path]
 
 
+def test_a_look_at_the_lock_of_a_controller_leaves_it_to_no_process_that_was_forked_meanwhile(root: Path) -> None:
+    path, _ = job(root, "over", ended=1)
+    (path / paths.LOCK_NAME).touch()
+    reader, writer = os.pipe()
+    with leftovers.no_controller_serves(path) as nobody_does:
+        assert nobody_does
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    with leftovers.no_controller_serves(path) as nobody_does:
+        assert nobody_does
+    os.close(writer)
+    os.close(reader)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_what_a_controller_needs_that_may_follow_a_killed_one_stays_and_memory_that_nobody_can_read_goes(
     root: Path,
 ) -> None:
