@@ -8,7 +8,7 @@
 #   make test      the usual tests: four minutes on two idle cores
 #   make test-ci   the other tests with processes, and those that compute for long: CI runs both
 #   make test-rest the other cases of long tables: less than an hour on two idle cores
-#   make test-zoo  every recipe of the zoo in every phase: half an hour
+#   make test-zoo  the recipes of the zoo that make test leaves out: half an hour
 #   make test-all  all of them
 #   make test-readme   does what README.md says, in new environments: minutes
 #   make test-gpu  the tests that need a GPU, with four ranks on the first one, over NCCL, in the python that has torch for it: PYTHON=...

@@ -83,7 +83,7 @@ from lastwords.vocabulary import (
     Welcome,
 )
 
-# What the controller's core consists of, and what it can be asked. Pure; the events are in `controller.core`.
+# What the controller's core consists of, and what it can be asked. Pure.
 
 
 class JobState:

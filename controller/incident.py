@@ -1,7 +1,7 @@
 """One incident, from the first suspicion to a verdict: freeze, settle, select, save, verify, publish.
 
-The core feeds it what concerns it and looks at `verdict` after each event. It never looks back: once ranks have been
-told what to write (`_selected`), there is no way to `IncidentResumed` any more.
+The core feeds it what concerns it and looks at `verdict` after each event. It never looks back: once a step has been
+chosen (`_selected`), there is no way to `IncidentResumed` any more.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class GracePeriod:
         return f"the grace period of {self._context.options.preemption_grace_s:g} s is over: {what}"
 
 
-# What one incident consists of, and what is said of it. Pure; its course is in `controller.incident`.
+# What one incident consists of, and what is said of it. Pure.
 
 NOTICE_S = 3.0
 """From the beginning of an incident until people are told for whom all wait; ranks settle within milliseconds."""
@@ -522,7 +522,7 @@ class Incident(IncidentState):
             self._arm_resend()
             return
         context.state = JobStage.SAVING
-        self.saving.begin(decision, decision.reason)
+        self.saving.begin(decision)
         self._arm_resend()
         self._verify_if_written()
 

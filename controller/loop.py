@@ -99,7 +99,7 @@ class Closing:
                 facts = (outcome.step, outcome.path, outcome.reason, causes[:NAMED_RANKS_MAX])
                 exit_kind = next(one for one, other in _OUTCOME_KINDS.items() if other is kind)
                 context.state, self.farewell = JobStage.EXITING, Exit(context.generation, incident, exit_kind, *facts)
-        context.timers.clear("start", "loop", "leave", "begin_notice", "leave_notice")
+        context.timers.clear("start", *LoopWatch.TIMERS)
         context.be_certain()
         context.timers.set("exit", context.now_s + context.options.exit_timeout_s)
         context.timers.set("farewell", context.now_s + self._pause_s)

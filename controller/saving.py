@@ -118,7 +118,7 @@ class Saving:
         """Parts that a new decision may keep."""
         return [*self.finished.values(), *(writing.part for writing in self.writing.values())]
 
-    def begin(self, decision: Decision, reason: str) -> None:
+    def begin(self, decision: Decision) -> None:
         """Carry out a decision: order new parts, keep what it keeps, throw away what it does not need."""
         context = self._context
         self.step, self.target = decision.step, decision.target
@@ -145,7 +145,7 @@ class Saving:
                 units=part.units,
                 local_ranks=part.local_ranks,
                 target=part.target,
-                reason=reason,
+                reason=decision.reason,
                 copied=decision.writers[part.rank].copied,
             )
             deadline_s = context.now_s + context.options.progress_timeout_s

@@ -1,7 +1,7 @@
 """What no other rank holds: random number streams and tensors, taken in every step into the black box.
 
-The training thread calls `BoxRecorder.tentative` when the forward of a step is done and before the collective that
-lets a peer update, `committed` at the step's end, `epoch_start` when an epoch begins. See black_box.py for why.
+The training thread calls `BoxRecorder.tentative` in a step's backward pass, before the collective that lets a peer
+update, `committed` at the step's end, `epoch_start` when an epoch begins. See black_box.py for why.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class Batches:
             if loop is not None and not self._said:
                 self._said = True
                 loop.know_data(self.loader)
-                loop.not_exact(*static_reasons(self.loader, self._facts, "refetch"))
+                loop.not_exact(*static_reasons(self._facts, "refetch"))
             self._streams = streams_of(self.loader)
 
     @contextmanager

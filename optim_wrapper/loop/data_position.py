@@ -183,7 +183,7 @@ def told_epochs(loader: Any) -> list[Any]:
     return [getattr(sampler, "epoch", None) for sampler in samplers]
 
 
-def static_reasons(loader: Any, facts: LoaderFacts, data: DataMode) -> tuple[str, ...]:
+def static_reasons(facts: LoaderFacts, data: DataMode) -> tuple[str, ...]:
     """Why a resume in the middle of the run cannot be promised to be exact, known before the first step."""
     reasons = []
     if facts.workers and data == "skip":

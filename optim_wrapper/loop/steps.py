@@ -153,7 +153,7 @@ class Steps:
         if resume is not None and resume.step < self.steps_per_epoch and not (placed or self._carried or said):
             self.order.expect(resume.order)  # at an epoch's end nothing is left to be in order
         self.ledger = ledger or Ledger()
-        self.ledger.tell(*static_reasons(loader, self._facts, "skip" if placed and not followed else data), *said)
+        self.ledger.tell(*static_reasons(self._facts, "skip" if placed and not followed else data), *said)
         known = carried is not None or resume is None or 0 <= resume.step <= self.steps_per_epoch
         for reason in said if show_progress else ():
             _log.warning("lastwords: not exact, because %s", reason)
@@ -216,7 +216,7 @@ class Steps:
                 self._restore_epoch_start(here)
             self.epoch, self.step = epoch, 0 if here is None else here.step
             self._events.epoch_start(epoch)
-            iterator, batches_done = self._open(epoch, here, late=not opened and epoch > 1)
+            iterator, batches_done = self._open(here, late=not opened and epoch > 1)
             opened = True
             self._draws.epoch_starts()
             total = self._facts.batches
@@ -304,7 +304,7 @@ class Steps:
                 f"data may differ"
             )
 
-    def _open(self, epoch: int, here: ResumeAt | None, *, late: bool) -> tuple[Iterator[Any], int]:
+    def _open(self, here: ResumeAt | None, *, late: bool) -> tuple[Iterator[Any], int]:
         loader, facts = self._loader, self._facts
         if here is None:
             return open_epoch(loader, facts, self.order, late=late), 0

@@ -251,9 +251,7 @@ def test_ranks_of_other_hosts_whom_no_controller_follows_are_given_up_aloud(
     golden.says(caplog.messages)
 
 
-def test_nobody_starts_who_is_too_short_of_descriptors_to_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_starts_who_is_too_short_of_descriptors_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(tmp_path, ENDED, SELF)
 
     def short(directory: Path) -> None:
