@@ -75,6 +75,7 @@ CONSTANTS_MAX, _WINDOW = 256, 64
 """Digests are kept of so many attributes with tensors, and made of so many bytes here and there of a large one."""
 
 _TOO_LARGE = "it is too large to be copied in each step; register it as a buffer, or use local_extras and forget="
+_UNSTORABLE = "a checkpoint cannot store it ({}); give it a form that one can in local_extras, and use forget="
 
 LOADER = "loader"
 """The root that only `steps()` knows, which puts its attributes back while it finds its place in the data."""
@@ -420,7 +421,7 @@ class Attributes:
         if type(value) is Place and (value.kind.startswith(LARGE_ARRAY) or MANY in value.kind):
             why = _TOO_LARGE
         elif type(value) is Place and not value.path and value != GONE:
-            why = f"a checkpoint cannot store it ({value.kind.partition(WHICH)[0]:.80})"
+            why = _UNSTORABLE.format(value.kind.partition(WHICH)[0][:80])
         else:
             try:
                 packed, nbytes = _packed(value, name)

@@ -1,4 +1,8 @@
-"""A platform that sends SIGTERM to every rank, and SIGKILL after a grace period, while a disk hangs."""
+"""A platform that sends SIGTERM to every rank, and SIGKILL after a grace period, while a disk hangs.
+
+When the controller gives up within that period is for tests/controller/test_preemption.py, which has no clock. Here
+nobody who has been told the period is killed: what a busy machine does late does not count, and they end by themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import pytest
 from tests import golden
 from tests.integration.plan import Fault, Layout
 from tests.integration.rig import EXIT_NOT_SAVED, EXIT_SAVED, KILLED, Launch, Rig
+from tests.patience import LONG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.thorough]
 
@@ -20,7 +25,7 @@ TOLD = {"LASTWORDS_PREEMPTION_GRACE_S": str(GRACE_S)}
 
 
 def preempted(rig: Rig, sabotage: str, env: dict[str, str]) -> Launch:
-    """All ranks are in a step when they are told to end; whoever is still there `GRACE_S` later is killed."""
+    """All ranks are in a step when they are told to end; without the setting, they are killed `GRACE_S` later."""
     ranks = range(LAYOUT.world_size)
     faults = [Fault(rank, STEP, "body", (f"mark:here-{rank}", "hang")) for rank in ranks]
     launch = rig.launch(LAYOUT, faults=faults, sabotage=(sabotage,), env=env)
@@ -31,9 +36,9 @@ def preempted(rig: Rig, sabotage: str, env: dict[str, str]) -> Launch:
         launch.job.signal(rank, signal.SIGTERM)
 
     def is_over() -> bool:
-        return time.monotonic() > over_mono_s or len(launch.job.exits) == len(ranks)
+        return len(launch.job.exits) == len(ranks) or (not env and time.monotonic() > over_mono_s)
 
-    launch.job.wait_for(is_over, 2 * GRACE_S, "the end of the grace period")
+    launch.job.wait_for(is_over, LONG_S, "the end of every rank, or of the grace period")
     for rank in ranks:
         launch.job.signal(rank, signal.SIGKILL)
     launch.finish()
@@ -54,7 +59,7 @@ def test_the_control_without_the_setting_nothing_is_saved_before_the_end(rig: Ri
     assert launch.checkpoints == []
 
 
-def test_where_every_disk_hangs_each_rank_says_so_before_it_is_killed(rig: Rig) -> None:
+def test_where_every_disk_hangs_each_rank_says_so_and_ends(rig: Rig) -> None:
     launch = preempted(rig, "hangs_while_writing", TOLD)
     assert set(launch.codes.values()) == {EXIT_NOT_SAVED}, launch.job.report()
     assert launch.checkpoints == []
