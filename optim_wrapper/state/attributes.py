@@ -45,6 +45,7 @@ from lastwords.optim_wrapper.state.object_walk import (
 )
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.putting import Putting
+from lastwords.optim_wrapper.state.running import called, shows_locals, user_frames
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_of, problem_of, staged_bytes, version_of
 from lastwords.optim_wrapper.tensors.tensor_tree import (
@@ -76,6 +77,10 @@ CONSTANTS_MAX, _WINDOW = 256, 64
 
 _TOO_LARGE = "it is too large to be copied in each step; register it as a buffer, or use local_extras and forget="
 _UNSTORABLE = "a checkpoint cannot store it ({}); give it a form that one can in local_extras, and use forget="
+_SHOWN = (
+    "the variables of {0}() cannot be looked at, as it calls locals() or vars(): random generators there are not saved; "
+    "hand them over in local_extras, and use forget={0!r}"
+)
 
 LOADER = "loader"
 """The root that only `steps()` knows, which puts its attributes back while it finds its place in the data."""
@@ -223,6 +228,8 @@ class Attributes:
 
     def loop_begins(self) -> None:
         """What variables and globals hold now, the loop has not changed."""
+        for name in [called(frame) for frame in user_frames() if shows_locals(frame.f_code)]:
+            self.ledger.tell(_SHOWN.format(name), leaf=name)
         try:
             self._walk.gradients = self._gradients = flat_gradients(self._saved().values())
             self._beside.begin(self._walk, self._saved(), self._extras)

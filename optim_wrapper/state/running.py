@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 _FRAMES_MAX = 32
@@ -21,7 +21,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages, wherever they are: the system's, the user's, those of another environment."""
 _MADE_BY_CYTHON = ("_cython_", "cython_runtime")
 """Begin the names of modules in which compiled ones keep what they share."""
-_SHOW_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
+_SHOW_LOCALS = frozenset({"locals", "vars"})
 
 
 def is_of_the_user(names: Mapping[str, Any]) -> bool:
@@ -118,26 +118,31 @@ def called(frame: types.FrameType) -> str:
 
 
 def locals_of(frame: types.FrameType) -> Mapping[str, Any]:
-    """A function's local variables. Nothing where it may have called `locals()`: reading them writes into that dict."""
+    """A function's local variables; nothing where it `shows_locals`."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED:  # a class, whose names are a dict anyway
         return frame.f_locals
-    if _may_show_locals(code):
+    if shows_locals(code):
         return {}
     names: Any = frame.f_locals
     found = dict(names)
     if type(names) is dict:  # up to Python 3.12: it would keep a batch alive that the loop has let go of
-        names.clear()
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            names.pop(name, None)  # other ones are what `exec()` has made
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _may_show_locals(code: types.CodeType) -> bool:
-    """Whether it calls `locals()` or the like: a name of its own, not a method's (`model.eval()`)."""
-    if _SHOW_LOCALS.isdisjoint(code.co_names):
+def shows_locals(code: types.CodeType) -> bool:
+    """Whether it may call `locals()` or `vars()`, whose dict a look at its variables would write into (Python 3.12)."""
+    if sys.version_info >= (3, 13) or _SHOW_LOCALS.isdisjoint(code.co_names):
         return False
+    every = [one for one in dis.get_instructions(code) if one.opname != "PRECALL"]
     return any(
-        one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in _SHOW_LOCALS for one in dis.get_instructions(code)
+        one.opname == "LOAD_GLOBAL"
+        and one.argval in _SHOW_LOCALS
+        and not (after.opname.startswith("LOAD_") and (one.arg or 0) & 1)  # `vars(args)` is another thing
+        for one, after in pairwise(every)
     )
 
 

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.attributes import Attributes
 from lastwords.optim_wrapper.state.beside import _TOO_SLOW, NAMES_MAX, carried_by, passing_in
+from tests import golden
+from tests.ledgers import told
 
 HERE = __name__
 RUNNING = {"loss": 1.0}
@@ -463,6 +465,21 @@ def test_what_an_adaptors_extra_holds_is_saved_with_it(kind: Any, named: list[st
     in_frame(steps, watch.loop_begins)
     next(steps)
     assert [name.rpartition(".")[2] for name in in_frame(steps, watch.beside)] == [*named, "rounds"]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="there, a look writes into no dict")
+def test_a_loop_whose_variables_cannot_be_looked_at_is_told() -> None:
+    watch = Attributes({}, dict)
+    watch.begin()
+
+    def loop() -> int:
+        config = locals()
+        watch.loop_begins()
+        return len(config)
+
+    loop()
+    (why,) = told(watch)
+    golden.says(why)
 
 
 def test_where_the_loop_cannot_be_looked_at_all_of_it_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from lastwords.optim_wrapper.state import generators, object_walk, running
 from lastwords.optim_wrapper.state.attributes import Attributes, differing, saved_in
 from lastwords.optim_wrapper.state.generators import Generators, kind_of, state_of
 from lastwords.optim_wrapper.state.object_walk import Beyond, Walk
+from lastwords.optim_wrapper.state.running import shows_locals
 from tests import golden
 from tests.ledgers import told
 from tests.optim_wrapper.test_attributes import everything
@@ -197,20 +198,49 @@ def test_the_local_variables_of_the_functions_on_the_stack_are_searched_and_left
     assert gone, "the search keeps no variable alive"
 
 
+def found_in(place: str) -> bool:
+    """Whether the generator in the variable `rng` of this function is found."""
+    return any(path.endswith(f"{place}.rng") for path in Beyond(Walk({}, {}), {}).generators)
+
+
 def with_a_dict_of_its_locals() -> tuple[bool, bool]:
     """Whether its generator is found, and whether the dict is what it was."""
     rng = np.random.default_rng(1)
     config = locals()
     before = dict(config)
-    found = Beyond(Walk({}, {}), {}).generators
-    return any(path.endswith("locals.rng") for path in found), config == before or rng is None
+    return found_in("with_a_dict_of_its_locals"), config == before or rng is None
 
 
-def test_a_function_that_may_have_its_locals_as_a_dict_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_a_dict_of_its_locals() == (False, True)
+def with_a_dict_of_its_vars() -> tuple[bool, bool]:
+    rng = np.random.default_rng(1)
+    config = vars()
+    before = dict(config)
+    return found_in("with_a_dict_of_its_vars"), config == before or rng is None
+
+
+@pytest.mark.parametrize("function", [with_a_dict_of_its_locals, with_a_dict_of_its_vars])
+def test_a_function_that_may_have_its_locals_as_a_dict_is_left_alone_and_it_is_told(
+    function: Callable[[], tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shows_locals(function.__code__) is (sys.version_info < (3, 13))
+    assert function() == (sys.version_info >= (3, 13), True)
     if sys.version_info < (3, 13):
-        monkeypatch.setattr(running, "_may_show_locals", lambda code: False)
-        assert with_a_dict_of_its_locals() == (True, False), "the control: the dict is written into"
+        monkeypatch.setattr(running, "shows_locals", lambda code: False)
+        assert function() == (True, False), "the control: the dict is written into"
+
+
+def with_other_dicts(options: Holder) -> tuple[bool, dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    made: dict[str, Any] = {}
+    exec("kept = 5")
+    config = [vars(options), dir(options), eval("1 + 1"), rng is made]
+    found = found_in("with_other_dicts")
+    return found and bool(config), {"kept": eval("kept")}
+
+
+def test_the_dict_of_an_object_is_another_thing_and_what_exec_has_made_stays() -> None:
+    """`wandb.init(config=vars(args))`: the loop's own function, and nothing of it was looked at, unsaid."""
+    assert with_other_dicts(Holder([])) == (True, {"kept": 5})
 
 
 @pytest.mark.usefixtures("by_itself")
