@@ -138,7 +138,8 @@ class Run:
         """All but the position in the data is that of the checkpoint now."""
         self.resumed = self._unnamed_since = self._not_begun = resumed
         self.recorder.named = resumed.last_named
-        self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions)
+        generators = self.recorder.known(resumed.at_step)._replace(values={})  # the values are there
+        self.recorder.begin(resumed.global_step, resumed.position, step_regions=resumed.regions, at_step=generators)
         inexact, self._missing = self.recorder.attributes.put_where_it_is(resumed.at_step.values)
         self.not_exact(*inexact)
         resumed.reasons.extend(one for one in map(as_reason, inexact) if one not in resumed.reasons)

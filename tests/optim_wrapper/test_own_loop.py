@@ -116,7 +116,7 @@ class Loop:
         self.habits = LoopHabits(lambda: None)
         self.habits.names_go_back = went_back
         recorder: Any = SimpleNamespace(
-            named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger(),
+            named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger(), known=lambda saved: saved,
             attributes=SimpleNamespace(put_where_it_is=lambda values: ([inexact] * bool(inexact), [])),
         )  # fmt: skip
         run = Run(cast(Any, None), recorder, cast(Any, None), cast(Any, None))

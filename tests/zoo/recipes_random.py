@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
-from tests.zoo.loop import BATCH, WIDTH, WIDTH_IN, Loop, recipe
+from tests.zoo.loop import BATCH, WIDTH, WIDTH_IN, WIDTH_OUT, Loop, recipe
 
 shared_by_module = np.random.default_rng(0)
 """What a module-level generator of a user's script is."""
@@ -316,3 +316,36 @@ class ExtraOwnLoop(GeneratorDataset):
                 ready()
             for step in range(first if epoch == last else 0, self.per_epoch):
                 yield epoch + 1, step + 1, next(batches)
+
+
+class Stream:
+    """Samples without end, drawn on a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> Any:
+        x = torch.randn(BATCH, WIDTH_IN, generator=self.generator)
+        return x, torch.randn(BATCH, WIDTH_OUT, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+@recipe(
+    "stream_own", "batches drawn by an object in `local_extras`, in a loop of one's own without `step_begin()`", "fwd"
+)
+class StreamOwnLoop(Loop):
+    own_loop = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.local_extras["stream"] = self.stream = Stream(self.rank)
+        self.generators["stream"] = self.stream.generator
+
+    def plain(self, loader: Any, done: int, ready: Callable[[], None]) -> Iterator[tuple[int, int, Any]]:
+        for step in range(done, self.epochs * self.per_epoch):
+            yield step // self.per_epoch + 1, step % self.per_epoch + 1, next(self.stream)

@@ -48,6 +48,11 @@ def test_what_changes_after_the_first_step_of_a_resumed_run_is_told(keeper: Keep
     assert verdict.kind == "told", verdict.text
 
 
+def test_generators_that_a_loop_of_ones_own_has_got_back_are_not_called_new_by_the_resumed_run(keeper: Keeper) -> None:
+    verdict = keeper.judge("stream_own", "fwd@6", before="fwd@3")
+    assert verdict.kind == "exact", verdict.text
+
+
 @pytest.mark.parametrize(("name", "first", "second", "words"), cases("buffer_after_update"))
 def test_what_the_first_run_had_seen_move_late_is_told_of_the_second(
     keeper: Keeper, name: str, first: str, second: str, words: str
