@@ -598,7 +598,7 @@ def of_job(
         every |= {
             f"gathered {name}": one
             for name, one in view.model.named_parameters()
-            if one is not every[f"parameter {name}"]
+            if one is not every[f"parameter {name}"] and isinstance(one, torch.nn.Parameter)
         }
         buffers = view.model.named_buffers(remove_duplicate=False)
         every |= {f"buffer {name}": one for name, one in buffers if not is_composite(one)}

@@ -317,8 +317,9 @@ class Walk:
             self.told(own[key], f"{path}.{key}", 0)
         if self._values and module:
             for key in ("_parameters", "_buffers"):  # of a module that nobody has registered
-                tensors = own_of(one).get(key, {}).values()
-                if any(id(tensor) not in self._saved for tensor in [*tensors] if tensor is not None):
+                kind = torch.Tensor if key == "_buffers" else torch.nn.Parameter  # else it is there for a call
+                every = [*own_of(one).get(key, {}).values()]
+                if any(id(tensor) not in self._saved for tensor in every if isinstance(tensor, kind)):
                     self._cell(path, key, one)
 
     def _cell(self, path: str, key: str, one: Any) -> None:

@@ -241,6 +241,7 @@ class UnitView:
         self._forms_only = forms_only
         self.cut_by_hand: Mapping[str, ShardBox] = {}
         """Plain parameters and buffers that are declared to be parts, by name: which ones."""
+        self._seen: dict[str, torch.Tensor] = {}
         # While FSDP2 computes, the model's own names lead to whole parameters that are no state of anything; and where
         # DDP trains on local tensors of a parallelized model, the names are gone after the first forward pass.
         fsdp2 = managed_by_fsdp2(self.model)
@@ -303,8 +304,18 @@ class UnitView:
         return every if self.members is None else _restricted(every, self.members, self.exclude_buffers)
 
     def every_parameter(self) -> dict[str, torch.Tensor]:
-        """The model's, by its own names, those that come twice, too; of FSDP2 the lasting ones."""
-        return {**dict(self.model.named_parameters(remove_duplicate=False)), **self._lasting}
+        """The model's, by its own names, those that come twice, too; of FSDP2 the lasting ones.
+
+        What is none and stands in a parameter's place is there for a call: `torch.func.functional_call`, on a thread that
+        may be looked at meanwhile.
+        """
+        every: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        for raw, tensor in every.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                self._seen[raw] = tensor
+            elif raw in self._seen:
+                every[raw] = self._seen[raw]
+        return {**every, **self._lasting}
 
     def all_names(self) -> Names:
         """Everything this rank has, whatever unit it belongs to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from lastwords.checkpoint.storable import pack, unpack
 from lastwords.errors import ConfigError, FormatError, MismatchError, NotAnOptimizerError
 from lastwords.optim_wrapper.ddp.ddp_found import find_ddp, unwrap
 from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer
+from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.resume.state_restore import RestorePlan
+from lastwords.optim_wrapper.state.attributes import of_job
 from lastwords.optim_wrapper.state.plain_values import PlainValues, copy_groups
 from lastwords.optim_wrapper.state.state_view import UnitView
 from lastwords.optim_wrapper.tensors import tensor_bytes
@@ -298,6 +301,58 @@ def test_parameters_that_only_the_optimizer_has_are_named_by_group_and_index() -
     model_2, optimizer_2, alone_2 = build(1)
     restore(UnitView(model_2, optimizer_2), stored)
     assert torch.equal(alone, alone_2)
+
+
+class Looking(nn.Linear):
+    """Another thread calls `look` in the middle of its forward pass, as an incident comes at any instant."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.look: Any = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        looking = threading.Thread(target=self.look)
+        looking.start()
+        looking.join()
+        return super().forward(x)
+
+
+def by_functional_call(net: Looking) -> None:
+    torch.func.functional_call(net, {name: 2 * one for name, one in net.named_parameters()}, (torch.ones(1, 2),))
+
+
+def by_vmap(net: Looking) -> None:
+    """As differential privacy has it: gradients of each sample."""
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, parameters, (x,)).sum()
+
+    own = {name: one.detach() for name, one in net.named_parameters()}
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(own, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("call", [by_functional_call, by_vmap])
+def test_what_stands_in_a_parameters_place_for_a_call_is_not_taken_for_it(call: Any) -> None:
+    net = Looking()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    view = UnitView(net, optimizer)
+    attributes = of_job(view, [OptTFTWrapper(optimizer)], Ledger(), {}, {})
+    attributes.begin()
+    before, found = store(view.state()), []
+
+    def look() -> None:
+        assert {type(one) for one in net._parameters.values()} == {torch.Tensor}
+        view.let_go()
+        found.append((store(view.state()), attributes.unseen()))
+
+    net.look = look
+    call(net)
+    attributes.look()
+    assert found == [(before, [])]
+    net.weight = nn.Parameter(torch.zeros(1, 2))
+    assert {"weight", "~group0.0"} < view.names().parameters.keys(), "the control: this one stays"
 
 
 def test_hyperparameters_of_an_earlier_moment_can_be_stored_instead_of_the_live_ones() -> None:
