@@ -199,7 +199,9 @@ class _OfExtras(Walk):
         super().__init__(roots, {})
 
     def _go(self) -> None:
-        self._paths, self._containers = self._before._paths.copy(), self._before._containers.copy()
+        walk = self._before
+        self._paths, self._containers = walk._paths.copy(), walk._containers.copy()
+        self._saved, self._pointers, self._storages = walk._saved, walk._pointers, walk._storages
         self._room += len(self._paths) + len(self._containers)
         super()._go()
 
@@ -270,6 +272,11 @@ class _Everything(Beyond):
         if place:  # else it is a root
             self.places[place] = None
             self.cells[place, key] = Cell(None, key, told)
+
+    def _meet(self, path: str, one: Any) -> str:
+        """Not an object whose `__dict__` is an extra."""
+        known = self._containers.get(id(own_of(one)), "")
+        return known if known.startswith(_SAVED) else super()._meet(path, one)
 
     def _code(self, value: Any, path: str, depth: int) -> None:
         """What a function has with it is not saved with the extra that holds the function."""

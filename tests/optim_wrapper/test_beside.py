@@ -306,6 +306,7 @@ class Best:
     def __init__(self, net: nn.Module) -> None:
         self.best, self.waited, self.rows, self.net, self.inner = 9.0, 0, [1.0], net, Inner()
         self.kept, self.lost, self.cached = torch.zeros(2), torch.zeros(2), None
+        self.trained = [*net.parameters(), *(one.detach() for one in net.parameters())]
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "rows": [*self.rows], "kept": self.kept, "inner": vars(self.inner).copy()}
@@ -321,6 +322,7 @@ CHANGES: dict[str, tuple[Callable[[Best], Any], list[str]]] = {
     "a new object": (lambda one: setattr(one, "cached", Inner(5)), ["extras['best'].cached.seen"]),
     "in an object": (lambda one: setattr(one.inner, "more", 5), []),
     "the model": (lambda one: setattr(one.net, "best", 5), []),
+    "the model's parameters": (lambda one: [weight.detach().sub_(1) for weight in one.trained], []),
 }
 """What is told by `Best`, and not."""
 
@@ -446,8 +448,8 @@ class Stateful:
         return {"tried": self.tried}
 
 
-@pytest.mark.parametrize(("kind", "named"), [(Adaptor, []), (None, ["tried"])])
-def test_what_an_adaptors_extra_holds_is_saved_with_it(kind: Any, named: list[str]) -> None:
+@pytest.mark.parametrize(("kind", "named"), [(Adaptor, []), (vars, []), (None, ["tried"])])
+def test_what_an_extra_holds_that_stands_for_an_object_is_saved_with_it(kind: Any, named: list[str]) -> None:
     net, callback = nn.Linear(2, 2), Stateful()
     extras = {} if kind is None else {"callbacks": kind(callback)}
     watch = Attributes({"model": net}, lambda: dict(net.named_parameters()), apart=extras)
