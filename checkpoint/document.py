@@ -21,7 +21,7 @@ import xxhash
 
 from lastwords.checkpoint.codec import brief, from_json
 from lastwords.checkpoint.system import Os, read_whole
-from lastwords.errors import FormatError
+from lastwords.errors import FormatError, NewerFormatError
 
 _NO_SUM = "0" * 16
 _CHECKSUM = re.compile(rb'\n"checksum": "([0-9a-f]{16})",?\n')
@@ -153,7 +153,7 @@ def decode_document(
     if type(version) is not int or version < 1:
         raise FormatError(damage(where, f"its format version is {version!r}", remedy))
     if version > version_max:
-        raise FormatError(
+        raise NewerFormatError(
             f"{where} was written by a newer lastwords, format {version}; this one reads up to {version_max}; upgrade"
         )
     if missing := [key for key in only if key not in content]:

@@ -33,7 +33,15 @@ from lastwords.checkpoint.system import (
     storage_errors,
     where_it_leads,
 )
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, MismatchError, ReplacedError, StorageError
+from lastwords.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    MismatchError,
+    NewerFormatError,
+    ReplacedError,
+    StorageError,
+)
 
 
 def check_file(directory: Path, manifest: Manifest, entry: FileEntry, os: Os) -> Header:
@@ -69,6 +77,7 @@ class DirectoryStatus(enum.Enum):
     INCOMPLETE = "incomplete"
     DAMAGED = "damaged"
     UNREADABLE = "unreadable"
+    NEWER = "of a newer format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +123,8 @@ def scan(root: Path, os: Os = REAL_OS, *, job: str | None = None) -> list[Found]
 def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     """Newest complete checkpoint in `root` (of `job`, if given); None if there is none.
 
-    Newer ones that are damaged are skipped with a warning, never those that could not be read: see `newest`, and
-    `newest_first` for what newest means. Of a large checkpoint no more is looked at than `glance` does.
+    Newer ones that are damaged are skipped with a warning, never those that could not be read, or are of a newer
+    format: see `newest`, and `newest_first` for what newest means. Of a large checkpoint no more is looked at than `glance` does.
     """
     return newest([root], None if job is None else (job,), os)
 
@@ -131,7 +140,8 @@ def newest(
     """As `latest`, in several directories at once, of any of `jobs`, none of `passed_over`. every_file: see `glance`.
 
     What a file system does not let it read may be the newest. It is asked again (system.PAUSES_S); then
-    StorageError names it: to take an older one would throw work away.
+    StorageError names it: to take an older one would throw work away. So it would where one is of a newer format:
+    NewerFormatError.
     """
     return patiently(lambda: _newest(roots, jobs, os, every_file, passed_over), os)
 
@@ -151,15 +161,13 @@ def _newest(
 def _first_complete(paths: list[Path], jobs: Collection[str] | None, os: Os, every_file: bool) -> Path | None:
     for place, path in enumerate(paths):
         found, claimed = glance_or_examine(path, os, every_file)
-        wanted = claimed is None or jobs is None or claimed.job in jobs
+        said = Claimed.if_readable(path, os) if found.status is DirectoryStatus.NEWER else claimed
+        wanted = said is None or jobs is None or said.job in (*jobs, "")
+        unjudged = f"{found.why}. {path} may be the newest checkpoint, so no older one is used instead"
         if wanted and found.status is DirectoryStatus.UNREADABLE:
-            raise StorageError(
-                (
-                    f"{found.why}. {path} may be the newest checkpoint, so no older one is used instead: repair it, or "
-                    "move it elsewhere"
-                ),
-                errno=found.errno,
-            )
+            raise StorageError(f"{unjudged}: repair it, or move it elsewhere", errno=found.errno)
+        if wanted and found.status is DirectoryStatus.NEWER:
+            raise NewerFormatError(f"{unjudged}; to do without it, move it elsewhere")
         if claimed is not None and found.status is DirectoryStatus.COMPLETE and wanted:
             _name_silent(paths[place + 1 :], claimed.global_step, os)
             return path
@@ -247,7 +255,8 @@ def _refused(path: Path, error: CheckpointError, manifest: Manifest | None) -> F
         return Found(path, DirectoryStatus.INCOMPLETE, str(error), manifest)
     if isinstance(error, StorageError) and error.errno not in NO_FILE:
         return Found(path, DirectoryStatus.UNREADABLE, str(error), manifest, error.errno)
-    return Found(path, DirectoryStatus.DAMAGED, str(error), manifest)
+    newer = isinstance(error, NewerFormatError)
+    return Found(path, DirectoryStatus.NEWER if newer else DirectoryStatus.DAMAGED, str(error), manifest)
 
 
 def _check(path: Path, manifest: Manifest, os: Os) -> Found:

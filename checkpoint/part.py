@@ -64,7 +64,7 @@ from lastwords.checkpoint.system import (
     storage_errors,
     sync_directory,
 )
-from lastwords.errors import ConfigError, FormatError, IncompleteError, StorageError
+from lastwords.errors import ConfigError, FormatError, IncompleteError, NewerFormatError, StorageError
 from lastwords.vocabulary import Share
 
 # Checking one .ckpt file against what the manifest (or part.json) says of it.
@@ -207,7 +207,7 @@ def content_of(header: Header, where: Path | str) -> FileContent:
     except (ValueError, RecursionError, FormatError) as error:
         raise FormatError(damage(where, f"its metadata cannot be read ({error})")) from error
     if content.format > FILE_FORMAT:
-        raise FormatError(
+        raise NewerFormatError(
             f"{where} was written by a newer lastwords, format {content.format}; this one reads up to {FILE_FORMAT}; "
             "upgrade"
         )

@@ -45,6 +45,7 @@ EXIT_CODE_OF = {
     load.DirectoryStatus.COMPLETE: ExitCode.OK,
     load.DirectoryStatus.INCOMPLETE: ExitCode.DAMAGED,
     load.DirectoryStatus.DAMAGED: ExitCode.DAMAGED,
+    load.DirectoryStatus.NEWER: ExitCode.DAMAGED,
     load.DirectoryStatus.UNREADABLE: ExitCode.STORAGE,
 }
 

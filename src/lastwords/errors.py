@@ -74,6 +74,10 @@ class FormatError(CheckpointError):
     """A file is damaged, of another step or model, or of a format newer than this code."""
 
 
+class NewerFormatError(FormatError):
+    """A file is sound as far as is known, and of a format newer than this code: it may be the newest checkpoint."""
+
+
 class GroupInfoError(FormatError, ValueError):
     """A group_info file is missing, empty, damaged, or without the list of ranks that it is for."""
 

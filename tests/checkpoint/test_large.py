@@ -16,7 +16,7 @@ from lastwords.checkpoint.manifest import Manifest, read_manifest
 from lastwords.checkpoint.meta import EMPTY_UNIT, LocalMeta
 from lastwords.checkpoint.part import LocalState, UnitState, write_part
 from lastwords.checkpoint.system import Os
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, NewerFormatError, StorageError
 from lastwords.optim_wrapper.resume.resume_choice import look_for
 from tests import golden
 from tests.checkpoint.states import Job, content_of, content_written, published
@@ -123,20 +123,16 @@ def test_the_newest_of_very_many_ranks_is_found_without_opening_their_files(
 
 
 @pytest.mark.parametrize("sizes_max", [2, 3])
-@pytest.mark.parametrize("defect", ["directory", "file", "part", "length", "manifest", "name", "future"])
+@pytest.mark.parametrize("defect", ["directory", "file", "part", "length", "manifest", "name"])
 def test_what_a_glance_finds_missing_or_changed_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, defect: str, sizes_max: int
 ) -> None:
     older, path = save_many(tmp_path, 3), save_many(tmp_path, 3, step=2)
-    if defect == "future":
-        manifest = json.loads((path / "manifest.json").read_bytes()) | {"format_version": 9}
-        del manifest["checksum"]
-        (path / "manifest.json").write_bytes(encode_document(manifest))
     if defect == "name":
         path = path.rename(tmp_path / "tft_saved_checkpoints-step_3")
     monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", 0)
     monkeypatch.setattr("lastwords.checkpoint.manifest.SIZES_MAX", sizes_max)
-    seen = defect in ("directory", "manifest", "name", "future") or sizes_max == 3
+    seen = defect in ("directory", "manifest", "name") or sizes_max == 3
     file = path / "rank_1/ttp_rank_1-1_2.ckpt"
     match defect:
         case "directory":
@@ -157,6 +153,21 @@ def test_what_a_glance_finds_missing_or_changed_is_passed_over(
     with caplog.at_level("WARNING"):
         assert look_for([tmp_path], None)["path"] == str(older), "resume() looks at every file"
     golden.says(caplog.messages)
+
+
+@pytest.mark.parametrize("examined_bytes_max", [0, 1 << 20])
+def test_one_of_a_newer_format_may_be_the_newest_and_no_older_one_is_used_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined_bytes_max: int
+) -> None:
+    _, path = save_many(tmp_path, 3), save_many(tmp_path, 3, step=2)
+    manifest = json.loads((path / "manifest.json").read_bytes()) | {"format_version": 9}
+    del manifest["checksum"]
+    (path / "manifest.json").write_bytes(encode_document(manifest))
+    monkeypatch.setattr("lastwords.checkpoint.manifest.EXAMINED_BYTES_MAX", examined_bytes_max)
+    for look in (load.latest, lambda root: look_for([root], None)):
+        with pytest.raises(NewerFormatError, match=path.name):
+            look(tmp_path)
+    assert load.latest(tmp_path, "another job") is None, "the control: it says whose it is"
 
 
 def test_what_was_verified_is_published_without_being_read_again(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from lastwords.checkpoint.format import TensorSpec
 from lastwords.checkpoint.manifest import Manifest
 from lastwords.checkpoint.part import UnitState
 from lastwords.checkpoint.system import Os
-from lastwords.errors import CheckpointError, FormatError, IncompleteError, StorageError
+from lastwords.cli.main import ExitCode, main
+from lastwords.errors import CheckpointError, FormatError, IncompleteError, NewerFormatError, StorageError
 from tests import golden
 from tests.checkpoint.interposed import InterposedOs, counting
 from tests.checkpoint.states import Job, content_of, content_written, published
@@ -116,8 +117,8 @@ DEFECTS: dict[str, tuple[Damage, type[CheckpointError]]] = {
     "a partial directory": (lambda d: (d / "manifest.json").unlink(), IncompleteError),
     "no directory": (shutil.rmtree, IncompleteError),
     "an empty manifest": (lambda d: (d / "manifest.json").write_bytes(b""), FormatError),
-    "a manifest of a newer format": (_manifest_of_a_newer_format, FormatError),
-    "a file of a newer format": (_file_of_a_newer_format, FormatError),
+    "a manifest of a newer format": (_manifest_of_a_newer_format, NewerFormatError),
+    "a file of a newer format": (_file_of_a_newer_format, NewerFormatError),
     "a missing file": (lambda d: (d / FILE_1).unlink(), IncompleteError),
     "a missing rank directory": (lambda d: shutil.rmtree(d / "rank_1"), IncompleteError),
     "an empty file": (lambda d: _truncate(d / FILE_1, 0), FormatError),
@@ -140,7 +141,12 @@ def test_each_defect_is_found_on_opening_and_says_what_to_do(saved: Path, defect
         load.open_checkpoint(saved)
     assert type(caught.value) is kind
     assert load.verify(saved)
-    assert load.latest(saved.parent) is None
+    if kind is not NewerFormatError:
+        assert load.latest(saved.parent) is None
+        return
+    assert main(["latest", str(saved.parent)]) == ExitCode.DAMAGED
+    with golden.raises(NewerFormatError):
+        load.latest(saved.parent)
 
 
 def test_missing_files_are_listed(saved: Path) -> None:

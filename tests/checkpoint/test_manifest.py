@@ -30,7 +30,7 @@ from lastwords.checkpoint.manifest import (
 )
 from lastwords.checkpoint.part import RankPart, read_part, read_part_head
 from lastwords.checkpoint.system import REAL_OS
-from lastwords.errors import FormatError, IncompleteError
+from lastwords.errors import FormatError, IncompleteError, NewerFormatError
 from lastwords.vocabulary import RANKS_MAX
 from tests import golden
 from tests.checkpoint.states import Job
@@ -170,7 +170,7 @@ def test_a_newer_format_is_named_with_what_to_do() -> None:
     content = json.loads(example()[0])
     del content["checksum"]
     newer = encode_document({**content, "format_version": 2, "units": "something else entirely"})
-    with golden.raises(FormatError):
+    with golden.raises(NewerFormatError):
         Manifest.decode(newer, WHERE)
 
 

@@ -30,6 +30,7 @@ from lastwords.errors import (
     FormatError,
     IncompleteError,
     MismatchError,
+    NewerFormatError,
     ReplacedError,
     StorageError,
     StrategyError,
@@ -451,7 +452,7 @@ def test_a_file_of_a_newer_format_asks_for_an_upgrade(made: Made) -> None:
     newer = raw.replace(b'{\\"format\\":1,', b'{\\"format\\":9,')
     assert newer != raw
     Path(made.files[0]).write_bytes(newer)
-    refused(made, FormatError)
+    refused(made, NewerFormatError)
 
 
 def test_state_with_a_shape_of_its_own_cannot_be_moved(made: Made) -> None:
