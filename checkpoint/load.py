@@ -124,7 +124,8 @@ def latest(root: Path, job: str | None = None, os: Os = REAL_OS) -> Path | None:
     """Newest complete checkpoint in `root` (of `job`, if given); None if there is none.
 
     Newer ones that are damaged are skipped with a warning, never those that could not be read, or are of a newer
-    format: see `newest`, and `newest_first` for what newest means. Of a large checkpoint no more is looked at than `glance` does.
+    format: see `newest`, and `newest_first` for what newest means. Of a large checkpoint no more is looked at than
+    `glance` does.
     """
     return newest([root], None if job is None else (job,), os)
 

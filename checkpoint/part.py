@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,8 @@ from lastwords.checkpoint.system import (
 )
 from lastwords.errors import ConfigError, FormatError, IncompleteError, NewerFormatError, StorageError
 from lastwords.vocabulary import Share
+
+logger = logging.getLogger(__name__)
 
 # Checking one .ckpt file against what the manifest (or part.json) says of it.
 
@@ -362,6 +365,12 @@ def write_tensors(
         return header, writer.finish()
 
 
+_ROOT_GONE = (
+    "the checkpoint directory %s is gone, and is made again: if its disk is not mounted any more, what is saved now "
+    "lies below the mount point, where resume() does not see it once the disk is mounted"
+)
+
+
 def write_part(
     directory: Path,
     rank: int,
@@ -398,7 +407,11 @@ def write_part(
     path = layout.PartPath(rank, epoch, step)
     rank_dir = directory / layout.rank_dir_name(rank)
     # Their names become durable below (rank_dir's in `directory`) and with the publication (`directory`'s in its root).
-    make_directories(directory.parent, os)
+    with storage_errors("looking for the directory", directory.parent):
+        there = os.exists(directory.parent)
+    if not there:  # since the start, which makes it
+        logger.warning(_ROOT_GONE, directory.parent)
+        make_directories(directory.parent, os)
     make_directory(directory, os)
     make_directory(rank_dir, os)
     file = directory / str(path)

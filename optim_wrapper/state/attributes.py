@@ -78,8 +78,8 @@ CONSTANTS_MAX, _WINDOW = 256, 64
 _TOO_LARGE = "it is too large to be copied in each step; register it as a buffer, or use local_extras and forget="
 _UNSTORABLE = "a checkpoint cannot store it ({}); give it a form that one can in local_extras, and use forget="
 _SHOWN = (
-    "the variables of {0}() cannot be looked at, as it calls locals() or vars(): random generators there are not saved; "
-    "hand them over in local_extras, and use forget={0!r}"
+    "the variables of {0}() cannot be looked at, as it calls locals() or vars(): random generators there are not "
+    "saved; hand them over in local_extras, and use forget={0!r}"
 )
 
 LOADER = "loader"

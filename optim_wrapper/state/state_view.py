@@ -306,8 +306,8 @@ class UnitView:
     def every_parameter(self) -> dict[str, torch.Tensor]:
         """The model's, by its own names, those that come twice, too; of FSDP2 the lasting ones.
 
-        What is none and stands in a parameter's place is there for a call: `torch.func.functional_call`, on a thread that
-        may be looked at meanwhile.
+        What is none and stands in a parameter's place is there for a call (`torch.func.functional_call`), on a thread
+        that may be looked at meanwhile.
         """
         every: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         for raw, tensor in every.items():

@@ -289,3 +289,17 @@ def unreadable(call: str, failures: int) -> tuple[SimulatedOs, Callable[[int, st
             raise EIO
 
     return disk, before
+
+
+def test_a_root_that_has_gone_since_the_start_is_made_again_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its disk is not mounted any more."""
+    root = tmp_path / "gone" / "root"
+    with caplog.at_level("WARNING"):
+        saved = Job().save(root, 7)
+        (said,) = caplog.messages
+        golden.says(said)
+        Job().save(root, 8)
+    assert caplog.messages == [said], "the control: it is there"
+    assert load.verify(saved) == []

@@ -429,7 +429,7 @@ class Centred(nn.Module):
         return x - 0.1 * means
 
 
-@recipe("fast_weights", "fast weights by `functional_call`, as of MAML, inside of which a rank waits for one that is dead",
+@recipe("fast_weights", "fast weights by `functional_call`, as of MAML, with a collective in the module",
         "fwd bwd win")  # fmt: skip
 class FastWeights(Loop):
     def wrap(self, net: nn.Module) -> nn.Module:
