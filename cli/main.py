@@ -7,6 +7,7 @@ see `ExitCode`.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from lastwords import __version__, log_lines
 from lastwords.checkpoint.remote.store import place
+from lastwords.checkpoint.system import storage_error
 from lastwords.cli import checkpoint_commands as commands
 from lastwords.cli import drill_command, interop_commands, retention_commands, transform_command
 from lastwords.cli.checkpoint_commands import ExitCode
@@ -208,6 +210,8 @@ def _main(argv: Sequence[str]) -> int:
     if arguments.command == "scheduler":
         return _in_cluster("MS_SCHED", [])
     logging.basicConfig(format="lastwords: %(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path is printed as the bytes that it is
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -215,6 +219,10 @@ def _main(argv: Sequence[str]) -> int:
         # `lastwords inspect ... | head`: the reader has seen enough. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
+    except OSError as error:  # of a path that was given, and that the system refuses to look at: it is too long, say
+        if error.filename is None:
+            raise
+        raise storage_error("looking at", Path(os.fsdecode(error.filename)), error) from error
     return code
 
 

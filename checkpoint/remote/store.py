@@ -340,7 +340,7 @@ def _is_link(facts: dict[str, Any]) -> bool:
 
 
 def _number(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode())
+    return xxhash.xxh3_64_intdigest(posix.fsencode(text))
 
 
 def os_for(paths: Iterable[Path]) -> Os:

@@ -63,6 +63,25 @@ def run_json(capsys: Capture, *arguments: object) -> tuple[int, Any]:
     return code, json.loads(out)
 
 
+# ---------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("command", ["inspect", "groups", "latest", "verify"])
+def test_a_path_that_is_too_long_is_what_the_file_system_rejected(capsys: Capture, command: str) -> None:
+    code, _, said = run(capsys, command, f"/tmp/{300 * 'x'}")
+    assert code == ExitCode.STORAGE
+    assert "choose a shorter path" in said
+
+
+def test_a_path_that_is_no_text_is_printed_as_the_bytes_that_it_is(root: Path) -> None:
+    other = root.rename(os.fsdecode(os.fsencode(root) + b"-\xff"))
+    for name in (other, f"file://{other}"):
+        command = [sys.executable, "-m", "lastwords.cli", "latest", name]
+        done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
+        assert (done.returncode, done.stderr) == (ExitCode.OK, b"")
+        assert done.stdout == os.fsencode(name) + b"/tft_saved_checkpoints-step_37\n"
+
+
 # ---------------------------------------------------------------------- latest
 
 
