@@ -70,7 +70,7 @@ def run_json(capsys: Capture, *arguments: object) -> tuple[int, Any]:
 def test_a_path_that_is_too_long_is_what_the_file_system_rejected(capsys: Capture, command: str) -> None:
     code, _, said = run(capsys, command, f"/tmp/{300 * 'x'}")
     assert code == ExitCode.STORAGE
-    assert "choose a shorter path" in said
+    golden.says(said)
 
 
 def test_a_path_that_is_no_text_is_printed_as_the_bytes_that_it_is(root: Path) -> None:
