@@ -550,7 +550,7 @@ def _with_habits(state: LocalState, late: Late) -> LocalState:
 
 def _cut_off(step: int, late: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
     """Why what is saved of a step that has come to its update, and not to its end, may lack something."""
-    remedy = "(to avoid this, run no collective between optimizer.step() and tft.step_end())"
+    remedy = "(to avoid this, run collectives before optimizer.step(), not between it and tft.step_end())"
     why_not = [*(f"{why} {remedy}" for why in about_to_change(late)), *more]
     return [f"step {step} was cut off before its end: {why}" for why in why_not]
 
