@@ -64,6 +64,16 @@ def state_of(optimizer: Optimizer) -> MutableMapping[Any, Any]:
     return zero.stateful(optimizer).state if alone else _JoinedState(zero.parts_of(optimizer))
 
 
+def order_state(optimizer: Optimizer) -> None:
+    """Entries in the order of the parameters, as an optimizer makes them: a loop may add them up."""
+    for one in with_state(optimizer).values():
+        state, trained = one.state, [parameter for group in one.param_groups for parameter in group["params"]]
+        first = {parameter: state[parameter] for parameter in trained if parameter in state}
+        every = first | {key: entry for key, entry in state.items() if key not in first}
+        state.clear()
+        state.update(every)
+
+
 def with_state(optimizer: Optimizer) -> dict[str, Optimizer]:
     """All that have a state of their own: parts of a set, and those nested in each; by what their names begin with."""
     joined = hasattr(optimizer, "parts")

@@ -36,6 +36,7 @@ from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import EPOCH_PREFIX
 from lastwords.optim_wrapper.ddp import ddp_buckets
+from lastwords.optim_wrapper.joined_optimizer import order_state
 from lastwords.optim_wrapper.launch.startup import Agreement
 from lastwords.optim_wrapper.launch.world import World
 from lastwords.optim_wrapper.loop.data_position import known_at_resume
@@ -376,6 +377,7 @@ def _restore_units(
     if surveyed is not None and surveyed.optimizer_own:
         reasons.append("optimizer state that is not stored by parameter and name is not restored on a different layout")
     if surveyed is not None or not units.pure:
+        order_state(recorder.view.optimizer)  # each unit has put its own behind the others'
         groups = recorder.view.optimizer.param_groups
         used = surveyed.at_other_moments if surveyed is not None else [*units.views, *units.foreign]
         reasons += plain_values.align(groups, entries, used)

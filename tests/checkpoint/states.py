@@ -72,6 +72,8 @@ class Job:
 
     def write(self, root: Path, step: int, os: Os = REAL_OS) -> Path:
         """Both parts: the units of each rank, and its own local state."""
+        if os is REAL_OS and not root.exists():
+            root.mkdir(parents=True)  # as a start does
         directory = self.tmp_dir(root, step)
         epoch, step_in_epoch = layout.epoch_and_step(step, STEPS_PER_EPOCH)
         for rank in (0, 1):

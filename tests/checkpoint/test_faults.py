@@ -297,9 +297,9 @@ def test_a_root_that_has_gone_since_the_start_is_made_again_and_that_is_told(
     """As where its disk is not mounted any more."""
     root = tmp_path / "gone" / "root"
     with caplog.at_level("WARNING"):
-        saved = Job().save(root, 7)
+        saved = Job().save(root, 7, Os())
         (said,) = caplog.messages
         golden.says(said)
-        Job().save(root, 8)
+        Job().save(root, 8, Os())
     assert caplog.messages == [said], "the control: it is there"
     assert load.verify(saved) == []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lastwords.errors import ConfigError
-from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer, optimizer_kind
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer, optimizer_kind, order_state
 from lastwords.optim_wrapper.several_optimizers import SeveralOptimizers
 from lastwords.optim_wrapper.wrapper import OptTFTWrapper
 
@@ -111,3 +111,18 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
     first, _, one, _ = _pair()
     with pytest.raises(ConfigError, match="share a parameter"):
         JoinedOptimizer([one.inner, torch.optim.SGD(first.parameters(), lr=0.1)])
+
+
+def test_state_is_put_into_the_order_of_the_parameters_whichever_unit_came_first() -> None:
+    """A loop may add up what is in it: other bits in another order."""
+    layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    parts = [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in layers]
+    for layer, part in zip(layers, parts, strict=True):
+        part.state["own"] = {"count": 1}
+        for parameter in [layer.bias, layer.weight]:
+            part.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    before = [dict(part.state) for part in parts]
+    order_state(JoinedOptimizer(parts))
+    for layer, part, was in zip(layers, parts, before, strict=True):
+        assert [*map(id, part.state)] == [id(layer.weight), id(layer.bias), id("own")]
+        assert all(part.state[key] is value for key, value in was.items())

@@ -114,6 +114,12 @@ def optimizer_state(label: str, optimizer: Any, names: dict[int, str]) -> dict[s
         where = names.get(id(key), str(key) if isinstance(key, str) else "?")
         items = state.items() if isinstance(state, dict) else [("", state)]
         found |= {f"{label}/{where}/{name}": said(value) for name, value in items}
+    found[f"{label}/order"] = said(
+        [
+            names.get(id(key), str(key) if isinstance(key, str) else "?")
+            for key in getattr(optimizer, "optim", optimizer).state
+        ]
+    )
     for number, group in enumerate(optimizer.param_groups):
         found[f"{label}/group{number}"] = said({key: value for key, value in group.items() if key != "params"})
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict and not hasattr(optimizer, "optim"):
