@@ -25,7 +25,7 @@ from lastwords.controller import handover
 from lastwords.controller import launch as controller_launch
 from lastwords.errors import ConfigError, LastWordsError, StorageError, UnavailableError
 from lastwords.optim_wrapper.launch.config import Config
-from lastwords.optim_wrapper.launch.world import World, launch_of, next_prefix
+from lastwords.optim_wrapper.launch.world import World, launch_of, next_prefix, restart_count
 from lastwords.sharding.agree import STORE_WAIT_S
 from lastwords.sharding.dtensor import local_of
 
@@ -124,6 +124,13 @@ def check_directory(path: Path, what: str) -> tuple[str, ...]:
     Raises StorageError that names the path, the system's reason and what to do; ConfigError if it is no directory.
     """
     try:
+        if restart_count() and not path.exists():
+            _log.warning(
+                "%s %s is not there, although this job was started before: it is made anew, without any checkpoint; if "
+                "its disk is not mounted any more, end the job, and mount it",
+                what,
+                path,
+            )
         path.mkdir(parents=True, exist_ok=True)
         return probe(path)
     except (FileExistsError, NotADirectoryError) as error:

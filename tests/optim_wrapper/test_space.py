@@ -104,3 +104,17 @@ def test_a_path_that_is_a_file_or_below_one_is_refused(tmp_path: Path, below: st
     (tmp_path / "file").write_text("no directory")
     with golden.raises(ConfigError):
         startup.check_directory(tmp_path / "file" / below, "ckpt_save_path")
+
+
+def test_a_directory_that_is_not_there_when_the_job_is_restarted_is_made_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its disk is not mounted any more: training begins at step 1."""
+    with caplog.at_level("WARNING"):
+        startup.check_directory(tmp_path / "first", "ckpt_save_path")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        startup.check_directory(tmp_path / "first", "ckpt_save_path")
+        assert caplog.messages == [], "the control: it is there, or nobody knows better"
+        startup.check_directory(tmp_path / "again", "ckpt_save_path")
+    golden.says(caplog.messages)
+    assert (tmp_path / "again").is_dir()
