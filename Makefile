@@ -82,6 +82,7 @@ test test-ci test-rest test-zoo test-all: export PYTHONDONTWRITEBYTECODE =
 test: SELECTED = not slow and not thorough and not ci
 test-ci: SELECTED = ci and not slow and not thorough
 test-rest test-zoo: SELECTED = thorough and not slow
+OF =
 test-rest: OF = --ignore=tests/zoo
 test-zoo: OF = tests/zoo
 test-all: SELECTED = not slow
