@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords import clock
@@ -159,6 +160,7 @@ class Attributes:
         self._walk = Walk({}, {})
         self._gradients: set[int] = set()
         self._first: dict[_Name, Any] = {}
+        self._kinds: dict[str, type[Any]] = {}
         self._moved: dict[_Name, None] = {}
         self._way: dict[str, list[str]] = {}
         self._at_ends: list[set[str]] = [set(), set()]
@@ -214,6 +216,8 @@ class Attributes:
             }
             self._walk = self._new_walk()
             self._first = marked(self._walk.cells, _mark)
+            kinds = {path: type(one) for path, one in self._walk.objects.items()}
+            self._kinds = {path: kind for path, kind in kinds.items() if not issubclass(kind, LazyModuleMixin)}
             self.generators.begin(self._walk)
             self._plan()
             if self._walk.ended_at:
@@ -410,6 +414,7 @@ class Attributes:
                 for name, cell in walk.cells.items()
                 if cell.told is not CODE
                 and (name in self._moved or name[0] not in self._walk.objects)
+                and not self._is_other(name, walk)
                 and (only is None or name in only)
             }
             self._moved |= dict.fromkeys(told)
@@ -568,9 +573,15 @@ class Attributes:
     def _moved_in(self, walk: Walk) -> list[_Name]:
         now = marked(walk.cells, _mark)
         moved = [name for name, mark in now.items() if self._first.get(name) != mark]
-        # An object that is gone is missed by whatever held it.
+        # An object that is gone, or another one by now, is missed by whatever held it.
         there = walk.objects.keys() - walk.odd.keys()
-        return moved + [name for name in self._first if name not in walk.cells and name[0] in there]
+        gone = [name for name in self._first if name not in walk.cells and name[0] in there]
+        return [name for name in (*moved, *gone) if not self._is_other(name, walk)]
+
+    def _is_other(self, name: _Name, walk: Walk) -> bool:
+        """Whether an object of another class lies there than when the loop began: nothing of it is that one's."""
+        kind = type(walk.objects.get(name[0]))
+        return self._kinds.get(name[0], kind) is not kind
 
 
 def of_job(

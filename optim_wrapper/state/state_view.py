@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
@@ -31,6 +32,7 @@ from lastwords.optim_wrapper.state.plain_values import copy_groups
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     Stage,
     Staged,
+    class_name,
     dtype_name,
     lasting_source_of,
     problem_of,
@@ -134,7 +136,7 @@ class Listing:
         return [frozenset(non_persistent(module)) for module in self._modules]
 
 
-_COMPILED, _TORCHS = "_orig_mod.", "torch."
+_COMPILED, _OF_ONE = "_orig_mod.", ("torch.", "a ")
 _NOTHING: Mapping[Any, Any] = {}
 
 AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
@@ -374,25 +376,40 @@ class UnitView:
     def begin(self) -> None:
         """The loop begins: this is what a resume finds, before it comes to where the loop changes the model."""
         self._begun_with.clear()
-        self._begun_with.update(_structure(self.all_names()))
+        self._begun_with.update(self._structure(self.all_names()))
 
     def restructured(self, names: Names | None = None) -> list[str]:
         """Why what is saved of `names` fits no model that is built as this one was when the loop began."""
         if not self._begun_with:
             return []
-        before, now = self._begun_with, _structure(self.all_names() if names is None or self.members else names)
-        found = [f"{name!r} is gone" for name in before if name not in now]
-        found += [f"{name!r} has come" for name in now if name not in before]
+        before = self._begun_with
+        now = self._structure(self.all_names() if names is None or self.members else names)
+        found = [f"{name} is gone" for name in before if name not in now]
+        found += [f"{name} has come" for name in now if name not in before]
         for name, form in now.items():
             if form != (was := before.get(name, form)) and form and was:
-                found.append(
-                    f"{name!r} is "
-                    + (f"now {form}" if was.startswith(_TORCHS) and form.startswith(_TORCHS) else "tied otherwise")
-                )
+                tied = not (was.startswith(_OF_ONE) and form.startswith(_OF_ONE))
+                found.append(f"{name} is {'tied otherwise' if tied else f'now {form}'}")
         if not found:
             return []
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        return [f"the loop has changed the model: parameter {found[0]}{more}; change it likewise before resume()"]
+        return [f"the loop has changed the model: {found[0]}{more}; change it likewise before resume()"]
+
+    def _structure(self, names: Names) -> dict[str, str]:
+        """Each parameter -> the one that it is tied to, or else its form; each module -> its class.
+
+        Empty where the first forward pass may make it another one.
+        """
+        parameters = names.parameters.items()
+        found = {
+            f"parameter {name!r}": "" if is_lazy(it) else f"{it.dtype} {tuple(it.shape)}" for name, it in parameters
+        }
+        tied = [(alias, name) for alias, name in names.aliases.items() if name in names.parameters]
+        found |= {f"parameter {alias!r}": name for alias, name in tied}
+        for raw, module in self.model.named_modules(remove_duplicate=False):
+            becomes = issubclass(type(module), LazyModuleMixin)
+            found[f"module {raw.replace(_COMPILED, '')!r}"] = "" if becomes else f"a {class_name(module)}"
+        return found
 
     def reshaped(self) -> list[str]:
         """Names of buffers that have got another form, or come, since the start: observers resize theirs, caches grow.
@@ -587,13 +604,6 @@ class UnitView:
             first = next(iter(self.optimizer.param_groups[g]["params"]), None)
             trees.append(taken.dict_tree(stored[g], f"~groups.{place}", f"optimizer.param_groups[{g}]", first))
         return trees
-
-
-def _structure(names: Names) -> dict[str, str]:
-    """Name of each parameter -> the one that it is tied to, or else its form, which the first forward pass may make."""
-    parameters = names.parameters.items()
-    forms = {name: "" if is_lazy(one) else f"{one.dtype} {tuple(one.shape)}" for name, one in parameters}
-    return forms | {alias: name for alias, name in names.aliases.items() if name in forms}
 
 
 def _refuse_twice(tensors: Sequence[tuple[TensorSpec, torch.Tensor, str]]) -> None:

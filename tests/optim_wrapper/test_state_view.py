@@ -669,11 +669,19 @@ def parametrized(net: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
-    "more layers": (lambda net: net.append(nn.Linear(2, 2)), "'2.weight' has come (and 1 more)"),
-    "fewer layers": (lambda net: net.pop(1), "'1.bias' is gone (and 2 more)"),
-    "untied": (lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(2, 2))), "'1.weight' is tied otherwise"),
-    "another dtype": (lambda net: net.bfloat16(), "'0.weight' is now torch.bfloat16 (2, 2) (and 2 more)"),
-    "parametrized": (parametrized, "'0.weight' is gone (and 2 more)"),
+    "more layers": (lambda net: net.append(nn.Linear(2, 2)), "parameter '3.weight' has come (and 2 more)"),
+    "fewer layers": (lambda net: net.pop(1), "parameter '1.bias' is gone (and 4 more)"),
+    "untied": (
+        lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(2, 2))),
+        "parameter '1.weight' is tied otherwise",
+    ),
+    "another dtype": (lambda net: net.bfloat16(), "parameter '0.weight' is now torch.bfloat16 (2, 2) (and 2 more)"),
+    "parametrized": (parametrized, "parameter '0.weight' is gone (and 6 more)"),
+    "another activation": (
+        lambda net: setattr(net, "2", nn.Sigmoid()),
+        "module '2' is now a torch.nn.modules.activation.Sigmoid",
+    ),
+    "no activation": (lambda net: net.pop(2), "module '2' is gone"),
 }
 
 
@@ -681,13 +689,13 @@ CHANGES: dict[str, tuple[Any, str]] = {
 def test_a_model_that_the_loop_gives_another_structure_is_told(kind: str) -> None:
     """A new process builds it as it was, so that resume() would refuse what was saved as exact."""
     change, what = CHANGES[kind]
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh())
     net[1].weight = net[0].weight
     view = UnitView(net, torch.optim.SGD(net.parameters(), 0.1))
     view.begin()
     assert view.state().meta.reasons == [] == view.restructured(), "the control: as it was"
     change(net)
-    why = f"the loop has changed the model: parameter {what}; change it likewise before resume()"
+    why = f"the loop has changed the model: {what}; change it likewise before resume()"
     assert view.state().meta.reasons == [why] == view.restructured()
     view.begin()
     assert view.state().meta.reasons == [], "before the loop, a script may change what it likes"

@@ -451,6 +451,18 @@ class FastWeights(Loop):
             dist.all_reduce(parameter.grad)
 
 
+@recipe("other_layers", "the loop puts other layers without parameters in the place of an activation and of dropout",
+        "fwd@6 bwd@7 end@5", {"all": "has changed the model"}, mixes=False)  # fmt: skip
+class OtherLayers(Loop):
+    def net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH_IN, WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH_OUT))
+
+    def before_forward(self, batch: Any) -> Any:
+        if self.step == 4:
+            self.bare[1], self.bare[2] = nn.Tanh(), nn.Identity()  # type: ignore[operator]
+        return super().before_forward(batch)
+
+
 @recipe("one_zero", "hidden states that begin as one tensor of zeros, as attributes and as an extra", "fwd bwd win")
 class OneZero(Loop):
     def net(self) -> nn.Module:
