@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
-from operator import attrgetter, ne
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch
@@ -339,7 +339,7 @@ memory: a queue or a codebook, of which a step writes a few rows through `.data`
 
 _HYPERPARAMETERS, _NUMBERS = "hyperparameters", "optimizer's numbers"
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _state = attrgetter("requires_grad"), attrgetter("state")
 
 _called = cache(str)
 """What messages call a `StateName`."""
@@ -394,6 +394,9 @@ class StateWatch:
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(self._optimizers)
+        self._states: list[Any] = []
+        """Each optimizer's `state` at the last look; after the last update."""
+        self._updated_states: list[Any] = []
         self._entries = -1
         self._steps = 0
         self._ended_step = -1
@@ -441,6 +444,7 @@ class StateWatch:
         if self._looks_closely:
             self._counts.end_update()
         self._updated = self._witness.mark(step=self._ended_step + 1)
+        self._updated_states = [*map(_state, self._optimizers)]
         closely, late = self._looks_closely, self._late
         self._taken = {}
         for name, (take, _) in self._others.items():
@@ -471,9 +475,16 @@ class StateWatch:
         entries = self._counts.now()
         if self._counts.end_step(entries):
             moved[AMOUNT] = 1
-        if look or entries != self._entries or self._witness.modules_change:
+        if look or entries != self._entries or self._witness.modules_change or self._is_loaded(self._states):
+            late = self._is_loaded(self._updated_states)
             self.list_tensors()
+            if late:
+                moved |= {_called(name): 1 for name, _ in self._witness.items() if name.kind == "optim"}
         return moved
+
+    def _is_loaded(self, states: Sequence[Any]) -> bool:
+        """Whether an optimizer has another `state` than it had then, as `load_state_dict()` gives it. Any thread."""
+        return not all(map(is_, map(_state, self._optimizers), states))
 
     def _written(self, since: Mark, until: Mark) -> dict[str, int]:
         """Tensors that were written in between, and how often."""
@@ -517,6 +528,7 @@ class StateWatch:
     def list_tensors(self) -> None:
         """See which tensors there are now."""
         self._optimizers[:] = with_state(self._view.optimizer).values()
+        self._states = [*map(_state, self._optimizers)]
         self._entries = self._counts.now()
         self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.list_tensors()
@@ -576,6 +588,9 @@ class StateWatch:
         tensors = [] if self._ended is None else self._witness.moved(self._ended)
         numbers, others = self.values.moved()
         moved = [f"the {some(tensors)}"] if tensors else []
+        if self._is_loaded(self._states):
+            self.list_tensors()
+            moved.append("the optimizer's state")
         moved += [f"the {others or _NUMBERS}"] if others or numbers else []
         if [*map(_requires_grad, self._parameters)] != self.trained_ended[1]:
             moved.append("requires_grad")
@@ -639,6 +654,8 @@ class StateWatch:
 
         found = dict.fromkeys([*moved, *self._witness.replaced()])
         reasons = self._counts.reasons()
+        if self._is_loaded(self._states) and not any(name.kind == "optim" for name in found):
+            reasons.append(f"load_state_dict() of the optimizer was called after the end of step {step}")
         if nested and numbers and not others:
             others = _NUMBERS
         if others:

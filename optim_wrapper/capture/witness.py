@@ -62,6 +62,18 @@ class Slot(NamedTuple):
     tensor: torch.Tensor
     table: Mapping[Any, Any] | None = None
     key: Any = None
+    within: tuple[Any, ...] = ()
+    """Of optimizer state: what has it, and the keys there that lead to `table`, which may be replaced, too."""
+
+    def now(self) -> Any:
+        """What stands in its place now."""
+        found: Any = self.table
+        if self.within:
+            view, *keys = self.within
+            found = view.optimizer_state
+            for key in keys:
+                found = _inside(found, key)
+        return _inside(found, self.key)
 
     def is_direct(self, name: StateName) -> bool:
         """Whether it stands in the state of a parameter itself, in no list or dict there."""
@@ -212,7 +224,7 @@ class Witness:
         slot = self._slots.get(name)
         if slot is None or slot.table is None:
             return None if slot is None else local_of(slot.tensor)
-        tensor = slot.table.get(slot.key)
+        tensor = slot.now()
         if tensor is slot.tensor and _is_plain(tensor):
             return local_of(tensor)
         return local_of(tensor) if isinstance(tensor, torch.Tensor) and _can_be_read(tensor) else None
@@ -330,19 +342,31 @@ def tensors_of(view: UnitView, captured: Collection[str]) -> Iterator[tuple[Stat
         whose = names.get(id(of)) if isinstance(of, torch.Tensor) else f"~{of}"
         if whose is not None and isinstance(value, dict):
             for inner, item in [*value.items()]:
-                yield from _nested(StateName("optim", whose, str(inner)), item, value, inner)
+                yield from _nested(StateName("optim", whose, str(inner)), item, value, inner, (view, of))
 
 
-def _nested(name: StateName, item: Any, table: Mapping[Any, Any] | None, key: Any) -> Iterator[tuple[StateName, Slot]]:
+def _nested(
+    name: StateName, item: Any, table: Mapping[Any, Any] | None, key: Any, within: tuple[Any, ...]
+) -> Iterator[tuple[StateName, Slot]]:
     if isinstance(item, torch.Tensor) and (inside := inner_names(item)):
         for inner in inside:
-            yield from _nested(name._replace(key=f"{name.key}.{inner}"), getattr(item, inner), vars(item), inner)
+            deeper = name._replace(key=f"{name.key}.{inner}")
+            yield from _nested(deeper, getattr(item, inner), vars(item), inner, (*within, key))
     elif isinstance(item, torch.Tensor):
-        yield name, Slot(item, table, key)
+        yield name, Slot(item, table, key, within)
     elif isinstance(item, list | tuple | dict):
         for place, inner in [*item.items()] if isinstance(item, dict) else enumerate(item):
             deeper = name._replace(key=f"{name.key}.{place}")
-            yield from _nested(deeper, inner, item if isinstance(item, dict) else None, place)
+            yield from _nested(deeper, inner, item if isinstance(item, dict) else None, place, (*within, key))
+
+
+def _inside(table: Any, key: Any) -> Any:
+    """What has this key in a table, a list or a tensor around others; None: nothing."""
+    if isinstance(table, dict | Mapping):
+        return table.get(key)
+    if isinstance(table, list | tuple):
+        return table[key] if key < len(table) else None
+    return vars(table).get(key) if isinstance(table, torch.Tensor) else None
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
@@ -409,8 +433,7 @@ def _run(tensor: torch.Tensor) -> int:
 
 
 def _seen(slot: Slot) -> tuple[torch.Tensor | None, int]:
-    assert slot.table is not None
-    tensor = slot.table.get(slot.key)
+    tensor = slot.now()
     if not isinstance(tensor, torch.Tensor):
         return None, 0
     return tensor, 0 if tensor.is_inference() else tensor._version

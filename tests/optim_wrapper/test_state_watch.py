@@ -58,11 +58,12 @@ class Job:
         folder: Path,
         between: Callable[[Net], Any] = lambda net: None,
         net: Callable[[], Net] = Net,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
         **options: Any,
     ) -> None:
         torch.manual_seed(1)
         self.net, self.between, self.folder = net(), between, folder
-        self.optimizer = OptTFTWrapper(torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad]))
+        self.optimizer = OptTFTWrapper(optimizer([p for p in self.net.parameters() if p.requires_grad]))
         self.recorder = StepRecorder(self.net, [self.optimizer], None, None, **options)
         self.recorder.agree_units(World(), next_prefix(), ())
         self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {})
@@ -568,3 +569,95 @@ def test_a_resumed_run_knows_at_once_what_moves(tmp_path: Path) -> None:
     again.compute()
     assert again.save() == (before, [])
     assert ROUNDS > 1
+
+
+def loads(job: Job, factor: float) -> None:
+    """The optimizer's state is another one from now on, in other dictionaries and tensors."""
+    state = copy.deepcopy(job.optimizer.state_dict())
+    for values in state["state"].values():
+        values["exp_avg"] *= factor
+    job.optimizer.load_state_dict(state)
+
+
+def replaces(job: Job, factor: float) -> None:
+    for parameter, values in [*job.optimizer.state.items()]:
+        job.optimizer.state[parameter] = {key: value.clone() * factor for key, value in values.items()}
+
+
+@pytest.mark.parametrize("other", [loads, replaces])
+@pytest.mark.parametrize("before", range(4))
+def test_state_in_whose_place_other_state_is_put_is_seen_however_often_that_was_so(
+    tmp_path: Path, other: Callable[[Job, float], None], before: int
+) -> None:
+    job = Job(tmp_path)
+    job.run(5)
+    for number in range(before):
+        job.run(1, after=lambda net, number=number: other(job, 0.5 + number))
+        job.recorder.watch.list_tensors()
+        job.run(1)
+    other(job, 3.0)
+    [reason] = job.save()[1]
+    assert "exp_avg" in reason
+
+
+class Averaged(torch.optim.SGD):
+    """Its state are lists, in which each update puts other tensors."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["last"] = [parameter.detach().clone()]
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_state_in_lists_that_is_loaded_after_a_steps_end_is_told(tmp_path: Path, before: int) -> None:
+    job = Job(tmp_path, optimizer=lambda parameters: Averaged(parameters, lr=0.01))
+    job.run(3)
+    for _ in range(before):
+        job.run(1, after=lambda net: job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict())))
+    assert job.save()[1] == []
+    job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+    [reason] = job.save()[1]
+    golden.says(reason)
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_state_that_is_loaded_within_a_step_is_what_is_saved_of_its_end(tmp_path: Path, steps: int) -> None:
+    job = Job(tmp_path)
+    job.run(steps)
+    job.run(1, after=lambda net: loads(job, 2.0))
+    saved, reasons = job.save()
+    assert reasons == []
+    assert saved["optim/trained.weight/exp_avg"] == raw(job.optimizer.state[job.net.trained.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("other", [loads, replaces])
+def test_of_state_that_is_copied_it_is_what_stands_there_at_the_steps_end(
+    tmp_path: Path, other: Callable[[Job, float], None]
+) -> None:
+    def between(net: Net) -> None:
+        for values in job.optimizer.state.values():
+            values["exp_avg"].mul_(0.5)
+
+    job = Job(tmp_path)
+    job.between = between
+    job.run(6)
+    job.run(1, after=lambda net: other(job, 2.0))
+    there = raw(job.optimizer.state[job.net.trained.weight]["exp_avg"])
+    job.compute()
+    saved, reasons = job.save()
+    assert saved["optim/trained.weight/exp_avg"] == there
+    assert reasons == [] or other is replaces, "which is seen at the next look"
+
+
+def test_state_that_was_loaded_after_an_update_once_is_missed_in_a_step_that_is_cut_off_there(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(6)
+    for late in (False, True):
+        job.run(1, after=lambda net, late=late: loads(job, 2.0) if late else None)
+        job.compute()
+        job.recorder.watch.begin_update()
+        job.optimizer.step()
+        job.recorder.watch.end_update()
+        assert any("exp_avg" in name for name in job.recorder.watch.cut_off(ends_epoch=False)) == late
+        job.recorder.watch.end_step(look=False)

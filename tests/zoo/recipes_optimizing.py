@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -107,6 +108,32 @@ class Lookahead(torch.optim.SGD):
 class LookaheadLoop(Loop):
     def optimizers(self) -> list[Any]:
         return [Lookahead(self.bare.parameters())]
+
+
+def weaken(optimizer: Any) -> None:
+    """Its moments are half of what they were, and its state is another object."""
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        values["exp_avg"] *= 0.5
+    optimizer.load_state_dict(state)
+
+
+@recipe("state_loaded", "after some updates, `load_state_dict()` of the optimizer", "fwd bwd@5 win@7 end@5",
+        {"win": "exp_avg"})  # fmt: skip
+class StateLoaded(Loop):
+    def after_log(self) -> None:
+        if self.step in {3, 4, 7}:
+            weaken(self.opt)
+
+
+@recipe("state_loaded_first", "the same before the forward pass", "fwd@7 bwd@5 win@7 end@6")
+class StateLoadedFirst(StateLoaded):
+    def before_forward(self, batch: Any) -> Any:
+        super().after_log()
+        return batch
+
+    def after_log(self) -> None:
+        """Not there."""
 
 
 class HiddenCount(torch.optim.SGD):
