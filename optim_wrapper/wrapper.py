@@ -182,6 +182,7 @@ class OptTFTWrapper(Optimizer):
         self._begun = False
         self._ended = False
         self._stepping = False
+        self._tears_unsaid = False
         self._guard: Any = None
         self._hook_tables_work = True
         self._writes_before_closure: bool | None = None
@@ -199,11 +200,11 @@ class OptTFTWrapper(Optimizer):
         """The optimizer that writes weights and state: the local one inside a ZeroRedundancyOptimizer, else `inner`."""
         return self._writer
 
-    def attach(self, hooks: StepHooks) -> None:
-        """Report every later step to `hooks`."""
+    def attach(self, hooks: StepHooks, *, copied: bool = True) -> None:
+        """Report every later step to `hooks`. copied: copies of the last step are there meanwhile."""
         if self._hooks is not None:
             raise ConfigError("this optimizer is already attached to a TFTRegister; exit that TFTRegister first")
-        self._hooks = hooks
+        self._hooks, self._tears_unsaid = hooks, not copied
         if "_optimizer_step_pre_hooks" in self._inner.__dict__:
             self._guard = self._inner.register_step_pre_hook(lambda *_: self._refuse_foreign_step())
 
@@ -341,16 +342,25 @@ class OptTFTWrapper(Optimizer):
         hooks = self._hooks
         assert hooks is not None
         fingerprint: list[Any] | None = None
+        called = False
         if self._writes_before_closure is None:
             fingerprint = fingerprint_of(self._inner)
         if self._writes_before_closure is not False:
             self._begin_update(hooks)
 
         def reported_closure() -> Any:
-            nonlocal fingerprint
+            nonlocal fingerprint, called
             if fingerprint is not None:
                 self._writes_before_closure = not same_fingerprint(fingerprint, fingerprint_of(self._inner))
                 fingerprint = None
+            if self._tears_unsaid and (called or self._writes_before_closure):
+                self._tears_unsaid = False
+                _log.warning(
+                    "%s calls its closure while it writes: if a rank dies in there, no other one has a state that can "
+                    "be saved; pass copy=True to TFTRegister, which keeps a copy of the step before",
+                    type(self._inner).__name__,
+                )
+            called = True
             value = closure()
             if not self._begun:
                 self._begin_update(hooks)

@@ -62,7 +62,7 @@ class ProtectedStep:
         self._several = SeveralOptimizers(self, len(optimizers)) if len(optimizers) > 1 else None
         for number, wrapper in enumerate(optimizers):
             hooks: StepHooks = self if self._several is None else self._several.hooks(number)
-            wrapper.attach(hooks)
+            wrapper.attach(hooks, copied=recorder.source is not None and recorder.source.copies)
 
     def begin_update(self) -> None:
         """The gradients are final, and the optimizer writes from here on. May park."""

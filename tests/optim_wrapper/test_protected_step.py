@@ -37,7 +37,7 @@ class Around(Recorded):
         self.calls: list[str] = []
         super().__init__("recorder", self.calls)
         self.agent, self.watch, self.signals = [Recorded(name, self.calls) for name in ("agent", "watch", "signals")]
-        self.agent.work, self.ledger, self.uncopied = StepWork(), Ledger(), False
+        self.agent.work, self.ledger, self.uncopied, self.source = StepWork(), Ledger(), False, None
         self._at_gate = at_gate
 
     def enter(self, step: int, position: object) -> None:

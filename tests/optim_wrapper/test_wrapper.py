@@ -368,6 +368,21 @@ def test_an_optimizer_that_writes_before_its_closure_is_updating_from_the_start(
         assert torch.equal(trace.weights["begin"], before)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_who_dies_in_a_closure_that_is_called_while_its_optimizer_writes_is_said_once_unless_there_are_copies(
+    caplog: pytest.LogCaptureFixture, copied: bool
+) -> None:
+    model = net()
+    for made, tears in ((torch.optim.SGD, False), (Sam, True)):
+        optimizer = OptTFTWrapper(made(model.parameters(), lr=0.1))
+        optimizer.attach(Trace(), copied=copied)
+        for _ in range(3):
+            backward(model)
+            optimizer.step(lambda: backward(model))
+        assert len(caplog.messages) == (tears and not copied)
+    golden.says(caplog.messages)
+
+
 def test_a_closure_that_raises_is_torn_only_if_the_update_had_begun() -> None:
     model = net()
     optimizer = wrapped(model)
