@@ -15,7 +15,7 @@ import logging
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import xxhash
 
 from lastwords import clock
 from lastwords.checkpoint.storable import Place
+from lastwords.errors import some
 from lastwords.optim_wrapper.state.how_far import has
 from lastwords.optim_wrapper.state.object_walk import (
     CODE,
@@ -42,7 +43,7 @@ NAMES_MAX = 64
 SLOW_S = 0.25
 """Of processor time: so long a look may take."""
 
-_ELEMENTS = 64
+_ELEMENTS, _SHOWN_MAX = 64, 6
 
 _SAVED = "(saved)"
 """Begins the paths of what is saved in another way."""
@@ -125,6 +126,16 @@ class Beside:
             for name, one in extras.items()
         }
         return _Everything(walk, roots, saved, self._thread, self._begun_at)
+
+
+def words_on(missing: Sequence[str], *, variables: bool) -> str:
+    """What to say where a loop begins of what is `missing`. variables: what local variables lead to is saved."""
+    helps = not variables and any(VARIABLES in name for name in missing)
+    more = "; variables=True saves what objects, lists and dicts in variables hold" if helps else ""
+    return (
+        f"the saved run's loop had changed {some(missing, _SHOWN_MAX)}, which no checkpoint has, and this loop begins "
+        f"with something else there: what of it the loop reads belongs into extras and their state_dict(){more}"
+    )
 
 
 UNSEEN = "what cannot be looked at"

@@ -13,7 +13,7 @@ from typing import Any
 
 from lastwords.checkpoint.entries import Reason, as_reason, first_of
 from lastwords.checkpoint.meta import RunFacts, json_of
-from lastwords.errors import ConfigError, UnavailableError, some
+from lastwords.errors import ConfigError, UnavailableError
 from lastwords.optim_wrapper.capture.device_copies import DeviceCopies
 from lastwords.optim_wrapper.capture.recorder import StepRecorder
 from lastwords.optim_wrapper.capture.source import TrainerSource
@@ -30,7 +30,7 @@ from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.resume.facts import settings
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues
-from lastwords.optim_wrapper.state.beside import UNSEEN
+from lastwords.optim_wrapper.state.beside import UNSEEN, words_on
 from lastwords.optim_wrapper.state.running import program_files
 from lastwords.optim_wrapper.trainer.agreed_layout import AgreedLayout
 from lastwords.optim_wrapper.trainer.hold import ExceptHook
@@ -47,7 +47,6 @@ from lastwords.vocabulary import NO_SCHEDULE
 
 _log = logging.getLogger(__name__)
 
-_BESIDE_SHOWN = 6
 
 SPOILT_S = 10.0
 """How long a rank that refuses the end of a step waits for the others to refuse it, too, before an incident begins.
@@ -404,11 +403,7 @@ class ProtectedRun(Run):
         self.recorder.attributes.loop_begins()
         resumed = self.resumed if self.world.rank == 0 else None
         if resumed is not None and (named := self.missing_beside(resumed.beside)):
-            _log.warning(
-                "lastwords: the saved run's loop had changed %s, which no checkpoint has, and this loop begins with "
-                "something else there: what of it the loop reads belongs into extras and their state_dict()",
-                some(named, _BESIDE_SHOWN),
-            )
+            _log.warning("lastwords: %s", words_on(named, variables=self._options.variables))
         super()._open_loop(steps_per_epoch, epochs)
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)

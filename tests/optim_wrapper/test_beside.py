@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.state.attributes import Attributes
-from lastwords.optim_wrapper.state.beside import _TOO_SLOW, NAMES_MAX, carried_by, passing_in
+from lastwords.optim_wrapper.state.beside import _TOO_SLOW, NAMES_MAX, carried_by, passing_in, words_on
 from tests import golden
 from tests.ledgers import told
 
@@ -490,3 +490,9 @@ def test_where_the_loop_cannot_be_looked_at_all_of_it_may_be_missing(monkeypatch
     counts.begun()
     told = {"steps": "0123456789abcdef", _TOO_SLOW: ""}
     assert counts.attributes.missing_beside(told) == ["steps", _TOO_SLOW]
+
+
+@pytest.mark.parametrize("variables", [False, True])
+@pytest.mark.parametrize("name", ["main() of train.trainer.average", "train.seen"])
+def test_what_is_missing_is_said_with_what_would_save_it(name: str, variables: bool) -> None:
+    golden.says(words_on([name], variables=variables))

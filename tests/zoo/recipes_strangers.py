@@ -859,3 +859,38 @@ class HandScalerKept(Kept, HandScaler):
 @recipe("bandit_kept", "the same as `bandit`, with variables=True", "fwd@6 win@5 end@7", mixes=False)
 class BanditAugmentsKept(Kept, BanditAugments):
     """See there."""
+
+
+@recipe("auto_clip_kept", "the same as `auto_clip`, with variables=True", "fwd@6 bwd win@4", mixes=False)
+class AutoClipKept(Kept, AutoClip):
+    """See there."""
+
+
+@recipe("carried_hidden_kept", "the same as `carried_hidden`, with variables=True", "fwd@6 bwd end@3", mixes=False)
+class CarriedHiddenKept(Kept, CarriedHidden):
+    """See there."""
+
+
+@recipe("reinforce_kept", "the same as `reinforce`, with variables=True", "fwd@6 win bwd@7", mixes=False)
+class ReinforceKept(Kept, Reinforce):
+    """See there."""
+
+
+@recipe("image_pool_kept", "the same as `image_pool`, with variables=True", "mid@6 fwd@5 win@7", mixes=False)
+class GanKept(Kept, Gan):
+    """See there."""
+
+
+@recipe("sample_losses_kept", "the same as `sample_losses`, with variables=True", "fwd@7 end@3 epoch", mixes=False)
+class SampleLossesKept(Kept, SampleLosses):
+    """See there."""
+
+
+@recipe("patience_kept", "the same as `patience`, with variables=True", "fwd@6 end@5 win@7", mixes=False)
+class PatienceKept(Kept, Patience):
+    """See there."""
+
+
+@recipe("back_to_best_kept", "the same as `back_to_best`, with variables=True", "fwd@6 end@3 win@7", mixes=False)
+class BackToBestKept(Kept, BackToBest):
+    """See there."""
