@@ -606,7 +606,8 @@ class StateWatch:
     def keep(self, names: Iterable[StateName]) -> None:
         """Copy these from now on: a run that is resumed has found that they move."""
         self._witness.list_tensors()
-        self._promote([name for name in names if self._witness.get(name) is not None])
+        if there := [name for name in names if self._witness.get(name) is not None]:
+            self._promote(there)
 
     def alike(self) -> dict[str, Marks]:
         """What shows, beside other ranks' same, whether copies of this step's end are alike on all ranks.

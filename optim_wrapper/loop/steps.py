@@ -46,6 +46,8 @@ from lastwords.optim_wrapper.loop.loader_changes import Onward, about, dealing
 
 _log = logging.getLogger(__name__)
 
+_GROWS = "; if it is meant to change from epoch to epoch, write the loop yourself, with step_end()"
+
 
 class StepEvents(Protocol):
     """Who hears of the loop's progress. All are called on the thread that runs the loop."""
@@ -261,8 +263,8 @@ class Steps:
             count += 1
             if count > total:
                 raise ConfigError(
-                    f"the loader yields more batches than its length, {total}, so all later step numbers "
-                    f"would be wrong; correct its __len__"
+                    f"the loader yields more batches than its length when steps() was called, {total}, so all later "
+                    f"step numbers would be wrong; correct its __len__{_GROWS}"
                 )
             self.ends_step = count % accumulate == 0 or count == total
             yield epoch, step, batch
@@ -275,8 +277,8 @@ class Steps:
                     events.round_over(epoch, step)
         if count < total:
             raise ConfigError(
-                f"the loader ended after {count} batches, but its length is {total}, so all later step "
-                f"numbers would be wrong; correct its __len__"
+                f"the loader ended after {count} batches, but its length when steps() was called was {total}, so all "
+                f"later step numbers would be wrong; correct its __len__{_GROWS}"
             )
 
     # ------------------------------------------------------------------ resume
