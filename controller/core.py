@@ -513,7 +513,7 @@ class ControllerCore(JobState):
             self._periodic.begin(self._members.schedule)
 
     def _welcome(self) -> Welcome:
-        return Welcome(self._members.generation, self._incident_number, self._members.world_size)
+        return Welcome(self._members.generation)
 
     def _welcome_all(self) -> None:
         self._timers.clear("start")

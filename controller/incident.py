@@ -337,7 +337,7 @@ class Incident(IncidentState):
         self.advance()
 
     def _send_freeze(self, ranks: Iterable[int]) -> None:
-        order = Freeze(self._context.generation, self.number, self._context.options.settle_timeout_s, self.words())
+        order = Freeze(self._context.generation, self.number, self.words())
         for rank in sorted(ranks):
             self._context.send(rank, order)
 

@@ -19,7 +19,6 @@ from lastwords.state import ControllerState, OpenIncident, RankState
 from lastwords.vocabulary import (
     Exit,
     ExitKind,
-    Freeze,
     Goodbye,
     Hello,
     Order,
@@ -207,17 +206,17 @@ def test_a_message_without_reports_and_one_with_too_many_are_refused() -> None:
 
 def test_an_order_for_nobody_is_refused() -> None:
     with pytest.raises(ProtocolError, match=r"AddressedOrder\.ranks"):
-        codec.orders_from_bytes(orders_to_bytes([((), Welcome(0, 0, 1))]))
+        codec.orders_from_bytes(orders_to_bytes([((), Welcome(0))]))
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e12])
 def test_a_duration_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ProtocolError, match="duration"):
-        codec.order_to_pb(Freeze(0, 1, seconds, ""))
-    message = codec.order_to_pb(Freeze(0, 1, 1.0, ""))
-    message.freeze.settle_timeout_s = seconds
+        codec.report_to_pb(Status(0, 0, Stand(Phase.COMPUTING, 0), work_s=seconds))
+    message = codec.report_to_pb(Status(0, 0, Stand(Phase.COMPUTING, 0)))
+    message.status.work_s = seconds
     with pytest.raises(ProtocolError, match="duration"):
-        codec.order_from_pb(message)
+        codec.report_from_pb(message)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,7 @@ def test_a_duration_that_is_none_is_refused(seconds: float) -> None:
         hello(process=dataclasses.replace(PROCESS, nonce="")),
         hello(generation=1 << 40),
         hello(rank="3"),
-        Status(0, 0, typing.cast(Stand, Welcome(0, 0, 1))),
+        Status(0, 0, typing.cast(Stand, Welcome(0))),
     ],
     ids=str,
 )
@@ -239,7 +238,7 @@ def test_what_the_peer_would_refuse_cannot_be_sent(wrong: Report) -> None:
 
 def test_an_order_is_no_report() -> None:
     with golden.raises(ProtocolError):
-        codec.report_to_pb(typing.cast(Report, Welcome(0, 0, 1)))
+        codec.report_to_pb(typing.cast(Report, Welcome(0)))
 
 
 @pytest.mark.parametrize(

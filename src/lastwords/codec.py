@@ -72,7 +72,7 @@ _INT_BOUNDS: dict[str, tuple[int, int]] = {
     "keep_max": (0, _U32),
     "keep_minutes": (0, _U32),
 }
-_INT_BOUNDS_OF = {(name, "incident"): (0, _U32) for name in ("Welcome", "Save", "SaveProgress", "Saved", "SaveFailed")}
+_INT_BOUNDS_OF = {(name, "incident"): (0, _U32) for name in ("Save", "SaveProgress", "Saved", "SaveFailed")}
 
 _Judge = Callable[[Any], Any]
 
@@ -232,10 +232,8 @@ class _Translator:
             _fail(self.name, f"expected, not {type(value).__name__}")
         if isinstance(value, Stand) and value.step == 0 and value.phase not in (Phase.COMPUTING, Phase.DONE):
             _fail("Stand.step", f"0 cannot be under way ({value.phase.name})")
-        if isinstance(value, vocabulary.Hello | vocabulary.Welcome):
-            rank = getattr(value, "rank", 0)
-            if rank >= value.world_size:
-                _fail(f"{self.name}.rank", f"{rank} is outside a world of {value.world_size}")
+        if isinstance(value, vocabulary.Hello) and value.rank >= value.world_size:
+            _fail("Hello.rank", f"{value.rank} is outside a world of {value.world_size}")
 
 
 _NESTED: dict[type, _Translator] = {

@@ -300,8 +300,6 @@ class Welcome:
     """All ranks of the job are registered (sent once they are, and again after a reconnect)."""
 
     generation: int
-    incident: int  # newest incident so far, 0 if none
-    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,14 +319,10 @@ class LoopGo:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Enter no update from now on; settle and answer with `Settled`.
-
-    settle_timeout_s: a rank that has not settled after this long is treated as silent.
-    """
+    """Enter no update from now on; settle and answer with `Settled`."""
 
     generation: int
     incident: int
-    settle_timeout_s: float
     reason: str
 
 

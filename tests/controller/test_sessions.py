@@ -10,7 +10,7 @@ from lastwords import codec
 from lastwords.controller.sessions import PeerSession
 from lastwords.vocabulary import Freeze, Order, Welcome
 
-FREEZE = Freeze(1, 1, 15.0, "rank 2 died")
+FREEZE = Freeze(1, 1, "rank 2 died")
 
 
 class Context:
@@ -45,13 +45,13 @@ def test_an_order_that_is_repeated_before_it_is_written_can_be_read() -> None:
     def push(session: PeerSession) -> None:
         for rank in (0, 1, 0, 0, 1):
             session.push(rank, FREEZE)
-        session.push(1, Welcome(1, 0, 2))
+        session.push(1, Welcome(1))
 
-    assert sent(push) == [((0, 1), FREEZE), ((1,), Welcome(1, 0, 2))]
+    assert sent(push) == [((0, 1), FREEZE), ((1,), Welcome(1))]
 
 
 def test_an_order_that_cannot_be_sent_costs_no_other_order() -> None:
-    broken: Any = Freeze(1, 0, 15.0, "incidents count from 1")
+    broken: Any = Freeze(1, 0, "incidents count from 1")
 
     def push(session: PeerSession) -> None:
         session.push(0, FREEZE)

@@ -26,7 +26,7 @@ from lastwords.vocabulary import (
 from tests import golden
 
 AT_7 = Stand(Phase.COMPUTING, 7)
-FREEZE = Freeze(2, 1, 30.0, "rank 1 died")
+FREEZE = Freeze(2, 1, "rank 1 died")
 SAVE = Save(2, 1, 1, 7, ("replicated",), (0, 1), 0, "lowest healthy rank")
 EXIT = Exit(2, 1, ExitKind.SAVED, 7, "/ckpt/step_7", "rank 1 died", (1,))
 WALL_NS = 1_700_000_000_000_000_000
@@ -169,9 +169,9 @@ def test_how_a_job_has_ended_is_read_back_from_its_record(tmp_path: Path) -> Non
     lines = []
     for job, generation in (("digits", 2), ("words", 2), ("digits", 3)):
         timeline = Timeline(job, generation)
-        timeline.note_order(0, Freeze(generation, 1, 30.0, "rank 1 is in doubt"), 5.0, 0)
+        timeline.note_order(0, Freeze(generation, 1, "rank 1 is in doubt"), 5.0, 0)
         lines.append(timeline.note_order(0, Resume(generation, 1), 5.1, 0))
-        timeline.note_order(0, Freeze(generation, 2, 30.0, "rank 1 died"), 6.0, 0)
+        timeline.note_order(0, Freeze(generation, 2, "rank 1 died"), 6.0, 0)
         order = Exit(generation, 2, ExitKind.SAVED, 7, f"/ckpt/{job}/{generation}", "rank 1 died", (1,))
         lines.append(timeline.note_order(0, order, 7.0, 0))
     path.write_text(

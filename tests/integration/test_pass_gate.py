@@ -101,7 +101,7 @@ class Rank:
         self.wait(lambda: self.gate.looks > before)
 
     def freeze(self) -> None:
-        self.agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+        self.agent.on_order(Freeze(1, 1, "rank 1 died"))
 
 
 @pytest.fixture

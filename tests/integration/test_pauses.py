@@ -140,7 +140,7 @@ def wait_for_a_controller(own_time: bool) -> None:
     session = _Nobody()
     agent.start(session)
     agent.on_session_up()
-    agent.on_order(Welcome(1, 0, 1))
+    agent.on_order(Welcome(1))
 
     def course() -> None:
         session.asked_to_begin.wait()

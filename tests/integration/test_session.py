@@ -176,14 +176,14 @@ def test_a_session_begins_with_hello_and_carries_reports_and_orders(controller: 
     assert controller.hear(Hello) == rank.hello()
     rank.session.send(Status(1, 0, Stand(Phase.READY, 1)))
     assert controller.hear(Status).stand == Stand(Phase.READY, 1)
-    controller.say(1, Welcome(0, 0, 4))
-    assert rank.orders.get(timeout=WAIT_S) == Welcome(0, 0, 4)
+    controller.say(1, Welcome(0))
+    assert rank.orders.get(timeout=WAIT_S) == Welcome(0)
 
 
 def test_orders_for_another_rank_of_the_session_are_not_taken(controller: Controller, rank: Rank) -> None:
     controller.hear(Hello)
-    controller.say(2, Freeze(0, 1, 1.0, "for rank 2"))
-    controller.say(1, Freeze(0, 2, 1.0, "for rank 1"))
+    controller.say(2, Freeze(0, 1, "for rank 2"))
+    controller.say(1, Freeze(0, 2, "for rank 1"))
     order = rank.orders.get(timeout=WAIT_S)
     assert isinstance(order, Freeze)
     assert order.incident == 2
@@ -244,12 +244,12 @@ def test_a_session_that_cannot_be_written_to_is_ended_and_comes_back(controller:
 
     controller.hear(Hello)
     controller.sessions[-1]._context = Broken()
-    controller.say(1, Welcome(0, 0, 4))
+    controller.say(1, Welcome(0))
     rank.downs.get(timeout=WAIT_S)
     rank.ups.get(timeout=WAIT_S)
     controller.hear(Hello)
-    controller.say(1, Welcome(0, 0, 4))
-    assert rank.orders.get(timeout=WAIT_S) == Welcome(0, 0, 4)
+    controller.say(1, Welcome(0))
+    assert rank.orders.get(timeout=WAIT_S) == Welcome(0)
 
 
 def test_it_comes_back_within_the_time_that_makes_a_lost_session_a_death(controller: Controller, rank: Rank) -> None:
@@ -483,8 +483,8 @@ def test_a_call_back_that_fails_does_not_end_the_session(controller: Controller)
         for _ in range(2):
             rank.ups.get(timeout=WAIT_S)
             controller.hear(Hello)
-            controller.say(1, Welcome(0, 0, 4))
-            assert seen.get(timeout=WAIT_S) == Welcome(0, 0, 4)
+            controller.say(1, Welcome(0))
+            assert seen.get(timeout=WAIT_S) == Welcome(0)
 
 
 def test_malformed_orders_are_dropped_and_the_session_goes_on(controller: Controller, rank: Rank) -> None:
@@ -494,8 +494,8 @@ def test_malformed_orders_are_dropped_and_the_session_goes_on(controller: Contro
         await controller.sessions[-1]._context.write(b"\xff\xff\xff garbage")
 
     asyncio.run_coroutine_threadsafe(write_garbage(), controller.loop).result(WAIT_S)
-    controller.say(1, Welcome(0, 0, 4))
-    assert rank.orders.get(timeout=WAIT_S) == Welcome(0, 0, 4)
+    controller.say(1, Welcome(0))
+    assert rank.orders.get(timeout=WAIT_S) == Welcome(0)
     assert rank.downs.empty()
 
 
@@ -505,5 +505,5 @@ def test_an_answer_comes_while_hundreds_are_asked(controller: Controller, rank: 
     for step in range(1, 101):
         rank.session.send(Settled(1, 0, 1, step, Stand(Phase.COMPUTING, step)))
         controller.hear(Settled)
-        controller.say(1, Freeze(0, step, 1.0, ""))
-        assert rank.orders.get(timeout=WAIT_S) == Freeze(0, step, 1.0, "")
+        controller.say(1, Freeze(0, step, ""))
+        assert rank.orders.get(timeout=WAIT_S) == Freeze(0, step, "")

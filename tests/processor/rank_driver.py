@@ -59,7 +59,7 @@ class RankDriver:
     # ------------------------------------------------------------------ orders
 
     def freeze(self, incident: int = 1) -> list[Effect]:
-        return self.order(Freeze(GENERATION, incident, 30.0, "rank 0 died"))
+        return self.order(Freeze(GENERATION, incident, "rank 0 died"))
 
     def resume(self, incident: int = 1) -> list[Effect]:
         return self.order(Resume(GENERATION, incident))

@@ -118,7 +118,7 @@ def in_a_loop(
     session.agent = agent = Agent(ProcessorCore(0, 1, 0), UNUSED, saver, departure or Departure(0))
     agent.start(session)
     agent.on_session_up()
-    agent.on_order(Welcome(1, 0, 1))
+    agent.on_order(Welcome(1))
     agent.begin_loop(10, 1, 0)
     return agent
 
@@ -131,7 +131,7 @@ def test_a_freeze_while_a_step_s_copies_are_replaced_finds_the_step_that_they_ar
 
     def commit(step: int) -> None:
         assert step == 2
-        agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+        agent.on_order(Freeze(1, 1, "rank 1 died"))
         assert agent.stand == Stand(Phase.UPDATED if updates else Phase.SKIPPED, 2)
         agent.on_order(Resume(1, 1))
 
@@ -159,7 +159,7 @@ def test_a_part_for_which_no_thread_can_be_started_has_failed_for_now() -> None:
     session = Heard()
     agent = in_a_loop(session)
     agent.end_step(lambda step: None)
-    agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+    agent.on_order(Freeze(1, 1, "rank 1 died"))
     with no_threads():
         agent.on_order(Save(1, 1, 1, 1, ("u",), (0,), 0, "chosen"))
     (failed,) = (report for report in session.reports if isinstance(report, SaveFailed))
@@ -210,7 +210,7 @@ def test_nor_where_an_incident_is_over_before_that(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Writers, "wait", wait_for_it)
     agent = in_a_loop(session, Staying(), SaverSpec(0, "job", (tmp_path,), held))
     session.answers |= {Settled: Save(1, 1, 1, 1, (), (0,), 0, "chosen")}
-    agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+    agent.on_order(Freeze(1, 1, "rank 1 died"))
     parked = threading.Thread(target=park)
     parked.start()
     assert held.writing.wait(30.0)
@@ -265,7 +265,7 @@ def test_a_pulse_that_fails_goes_on_and_says_so_once(caplog: pytest.LogCaptureFi
 def test_a_rank_that_is_told_to_leave_does_so_although_its_session_cannot_be_closed() -> None:
     departure = Staying()
     agent = in_a_loop(Stumbling(closes=1), departure)
-    agent.on_order(Freeze(1, 1, 30.0, "rank 1 died"))
+    agent.on_order(Freeze(1, 1, "rank 1 died"))
     agent.on_order(Exit(1, 1, ExitKind.SAVED, 7, "/c", "rank 1 died", (1,)))
     assert departure.ends.wait(30.0)
     agent.close()

@@ -192,7 +192,7 @@ def test_the_same_rank_trains_on_without_the_save() -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        Freeze(GENERATION - 1, 9, 30.0, "old"),
+        Freeze(GENERATION - 1, 9, "old"),
         Proceed(GENERATION - 1, 1, 8),
         Save(GENERATION - 1, 1, 9, 7, ("u",), (), 0, "old"),
         Resume(GENERATION - 1, 1),

@@ -43,14 +43,14 @@ def test_hello_is_said_again_until_it_is_welcome() -> None:
     rank = RankDriver()
     said = [effect for effect in rank.wait(64.0) if isinstance(effect, SayHello)]
     assert len(said) == 17, "after 1, 3, 7, 11, ... 63 s"
-    rank.order(Welcome(GENERATION, 0, 2))
+    rank.order(Welcome(GENERATION))
     assert rank.wait(300.0) == []
     assert rank.core.deadline_s is None
 
 
 def test_each_session_has_its_own_hello() -> None:
     rank = RankDriver()
-    rank.order(Welcome(GENERATION, 0, 2))
+    rank.order(Welcome(GENERATION))
     rank.tell(SessionDown())
     assert not any(isinstance(effect, SayHello) for effect in rank.wait(60.0)), "there is nobody to say it to"
     rank.tell(SessionUp())
@@ -78,7 +78,7 @@ def test_a_notice_is_a_line_for_people_and_nothing_else() -> None:
 def test_the_welcome_is_noted() -> None:
     rank = RankDriver()
     assert not rank.core.welcomed
-    rank.order(Welcome(GENERATION, 0, 4))
+    rank.order(Welcome(GENERATION))
     assert rank.core.welcomed
 
 
@@ -214,7 +214,7 @@ def test_a_rank_that_left_repeats_it() -> None:
 
 def test_nothing_is_sent_while_training() -> None:
     rank = RankDriver(ended_step=7)
-    rank.order(Welcome(GENERATION, 0, 2))
+    rank.order(Welcome(GENERATION))
     for _ in range(5):
         rank.walk(Phase.UPDATED, rank.core.ended_step + 1)
         rank.core.try_end_step()

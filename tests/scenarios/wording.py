@@ -94,7 +94,7 @@ def order_words(order: Order) -> str:
     """One order, without its rank."""
     match order:
         case Welcome():
-            return f"Welcome, {order.world_size} ranks"
+            return "Welcome"
         case Refused():
             return f"Refused: {order.reason}"
         case LoopGo():

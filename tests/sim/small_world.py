@@ -573,7 +573,7 @@ def _registered(job: Job) -> tuple[ControllerCore, dict[int, ProcessorCore], lis
         hello = job.hello(rank, core.stand)
         controller.handle(to_controller.FromRank(hello), 0.0)
     for rank, core in cores.items():
-        core.handle(to_processor.FromController(Welcome(job.generation, 0, job.world_size)), 0.0)
+        core.handle(to_processor.FromController(Welcome(job.generation)), 0.0)
         core.begin_loop(0, 0, job.start_step, job.schedule)
         report = LoopBegin(rank, job.generation, 0, 0, job.start_step, job.schedule)
         effects = controller.handle(to_controller.FromRank(report), 0.0)

@@ -89,13 +89,13 @@ def older_orders(generation: int, over: int, step: int) -> list[Order]:
         if made_in == generation and over == 0:
             continue
         orders += [
-            Freeze(made_in, incident, 30.0, "old"),
+            Freeze(made_in, incident, "old"),
             Proceed(made_in, incident, step + 1),
             Save(made_in, incident, 9, step, ("replicated",), (0,), 0, "old"),
             Resume(made_in, incident),
             Exit(made_in, incident, ExitKind.SAVED, step, "/old", "old", (0,)),
         ]
-    orders += [Welcome(generation - 1, 5, 1), Refused(generation - 1, "old"), LoopGo(generation - 1)]
+    orders += [Welcome(generation - 1), Refused(generation - 1, "old"), LoopGo(generation - 1)]
     orders += [Release(generation - 1), Notice(generation - 1, "old")]
     return orders
 

@@ -158,7 +158,7 @@ def test_a_loop_without_its_gate_is_found(name: str) -> None:
 def test_an_interned_core_does_what_the_shipped_core_does() -> None:
     dice = random.Random(5)
     table = Table(InternedProcessor.QUERIES, frozenset())
-    freeze, resume = events.FromController(Freeze(1, 1, 30.0, "why")), events.FromController(Resume(1, 1))
+    freeze, resume = events.FromController(Freeze(1, 1, "why")), events.FromController(Resume(1, 1))
     for _ in range(50):
         core: Any = ProcessorCore(0, 1, 0)
         twin: Any = InternedProcessor(table, table.number(core))

@@ -362,14 +362,10 @@ class Order(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., loop_go: _Optional[_Union[LoopGo, _Mapping]] = ..., freeze: _Optional[_Union[Freeze, _Mapping]] = ..., proceed: _Optional[_Union[Proceed, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., exit: _Optional[_Union[Exit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("generation", "incident", "world_size")
+    __slots__ = ("generation",)
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    INCIDENT_FIELD_NUMBER: _ClassVar[int]
-    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     generation: int
-    incident: int
-    world_size: int
-    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("generation", "reason")
@@ -386,16 +382,14 @@ class LoopGo(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Freeze(_message.Message):
-    __slots__ = ("generation", "incident", "settle_timeout_s", "reason")
+    __slots__ = ("generation", "incident", "reason")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCIDENT_FIELD_NUMBER: _ClassVar[int]
-    SETTLE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     generation: int
     incident: int
-    settle_timeout_s: float
     reason: str
-    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., settle_timeout_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., incident: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Proceed(_message.Message):
     __slots__ = ("generation", "incident", "step")
