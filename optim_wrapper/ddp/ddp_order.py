@@ -282,6 +282,7 @@ class GradientOrder:
         self._make_board = board
         self._board: OrderBoard | None = None
         self._sole = True
+        self._joins = False
         if hasattr(ddp, "reducer"):
             self._learn(ddp)
         if not self._reasons and not (self._known and ddp.find_unused_parameters and not ddp.static_graph):
@@ -311,6 +312,7 @@ class GradientOrder:
             return
         self._ended = step, synced(ddp)
         if look:
+            self._tell_of_join(ddp)
             self._hidden += [reason for reason in hidden_states(ddp) if reason not in self._hidden]
         if self._reasons:
             return
@@ -326,6 +328,16 @@ class GradientOrder:
             self._buckets = buckets_from_log(ddp)
             if self._buckets is not None:
                 self._confirm(self._buckets)
+
+    def _tell_of_join(self, ddp: DistributedDataParallel) -> None:
+        config: Any = getattr(ddp, "_join_config", None)
+        if getattr(config, "enable", False) and not config.throw_on_early_termination and not self._joins:
+            self._joins = True
+            _log.warning(
+                "torch's Join lets ranks end the loop after different numbers of steps: if a rank dies when another "
+                "one has ended, the job cannot be resumed there; give all ranks equally many batches, or use "
+                "Join(throw_on_early_termination=True)"
+            )
 
     # ------------------------------------------------------------------ any thread
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from lastwords.checkpoint.entries import facts_problem
 from lastwords.checkpoint.meta import BucketRecord
 from lastwords.optim_wrapper.ddp import ddp_order
 from lastwords.optim_wrapper.ddp.ddp_buckets import BucketOrder, replay
+from tests import golden
 from tests.integration.ddp_jobs import (
     Job,
     MadeLater,
@@ -243,3 +248,21 @@ def test_a_store_that_never_answers_keeps_nobody_waiting(tmp_path: Path) -> None
         return found
 
     assert on_ranks(body, tmp_path, 2) == [None, None]
+
+
+def test_that_ranks_may_end_at_different_steps_is_said_once(tmp_path: Path) -> None:
+    def body(_: int) -> list[list[str]]:
+        said: list[list[str]] = []
+        for joined in (lambda ddps: nullcontext(), Join, partial(Join, throw_on_early_termination=True)):
+            one, heard = Watched(TheInnerOne, 0), list[str]()
+            [order] = one.order._orders
+            with patch.object(ddp_order._log, "warning", heard.append), joined([order.ddp]):
+                for step in (1, 2, 3, 4):
+                    one.order.end_step(step)
+            said.append(heard)
+        return said
+
+    for plain, joined, all_at_once in on_ranks(body, tmp_path, 2):
+        assert (plain, all_at_once) == ([], [])
+        golden.says(joined)
+        assert len(joined) == 1
