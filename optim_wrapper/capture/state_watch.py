@@ -394,6 +394,8 @@ class StateWatch:
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(self._optimizers)
+        self._lasting_state: list[Optimizer] = []
+        """Optimizers that do not make their `state` anew for whoever asks."""
         self._states: list[Any] = []
         """Each optimizer's `state` at the last look; after the last update."""
         self._updated_states: list[Any] = []
@@ -444,7 +446,7 @@ class StateWatch:
         if self._looks_closely:
             self._counts.end_update()
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        self._updated_states = [*map(_state, self._optimizers)]
+        self._updated_states = [*map(_state, self._lasting_state)]
         closely, late = self._looks_closely, self._late
         self._taken = {}
         for name, (take, _) in self._others.items():
@@ -484,7 +486,7 @@ class StateWatch:
 
     def _is_loaded(self, states: Sequence[Any]) -> bool:
         """Whether an optimizer has another `state` than it had then, as `load_state_dict()` gives it. Any thread."""
-        return not all(map(is_, map(_state, self._optimizers), states))
+        return not all(map(is_, map(_state, self._lasting_state), states))
 
     def _written(self, since: Mark, until: Mark) -> dict[str, int]:
         """Tensors that were written in between, and how often."""
@@ -528,7 +530,8 @@ class StateWatch:
     def list_tensors(self) -> None:
         """See which tensors there are now."""
         self._optimizers[:] = with_state(self._view.optimizer).values()
-        self._states = [*map(_state, self._optimizers)]
+        self._lasting_state = [one for one in self._optimizers if _state(one) is _state(one)]
+        self._states = [*map(_state, self._lasting_state)]
         self._entries = self._counts.now()
         self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.list_tensors()

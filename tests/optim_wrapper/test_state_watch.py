@@ -621,6 +621,24 @@ def test_state_in_lists_that_is_loaded_after_a_steps_end_is_told(tmp_path: Path,
     golden.says(reason)
 
 
+class Shows(torch.optim.SGD):
+    """Makes what it shows as its state when it is asked."""
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Any, Any]:
+        return {**self.__dict__["state"]}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+def test_an_optimizer_that_makes_its_state_anew_for_whoever_asks_has_not_loaded_another_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, optimizer=lambda parameters: Shows(parameters, lr=0.01))
+    job.run(3)
+    assert job.save()[1] == []
+
+
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_state_that_is_loaded_within_a_step_is_what_is_saved_of_its_end(tmp_path: Path, steps: int) -> None:
     job = Job(tmp_path)
