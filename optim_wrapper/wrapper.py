@@ -206,7 +206,7 @@ class OptTFTWrapper(Optimizer):
             raise ConfigError("this optimizer is already attached to a TFTRegister; exit that TFTRegister first")
         self._hooks, self._tears_unsaid = hooks, not copied
         if "_optimizer_step_pre_hooks" in self._inner.__dict__:
-            self._guard = self._inner.register_step_pre_hook(lambda *_: self._refuse_foreign_step())
+            self._guard = self._inner.register_step_pre_hook(self._refuse_foreign_step)
 
     def detach(self) -> None:
         """Back to a plain step. Harmless if nothing is attached."""

@@ -35,9 +35,6 @@ REFORMS_MAX = 16
 GATHERED_BYTES_MAX = 16 * 1024
 """A larger tensor is copied more quickly by itself: a gather takes some 0.5 ns for each word."""
 
-GATHERED_MIN = 8
-"""For fewer tensors the look whether they lie where they did takes as long as copying each."""
-
 _CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, name in TYPE_NAMES.items() if code in DTYPE_BYTES and hasattr(torch, name)
 }
@@ -289,11 +286,13 @@ class BoxTensors:
         """Before a copy is begun: see what has been written for the first time, was replaced, or has come back."""
         if not self._kept:
             return
-        for name in [name for name, kept in self._waiting.items() if kept.changed()]:
-            self.want(name)
-        if not (self._are_there() and self._look_up_loose()):
+        if self._waiting:
+            for name in [name for name, kept in self._waiting.items() if kept.changed()]:
+                self.want(name)
+        if not (self._are_there() and (not self._loose or self._look_up_loose())):
             self._follow()
-        if back := [kept for kept in self._away if (tensor := kept.tensor) is not None and not unstorable(tensor)]:
+        if self._away:
+            back = [kept for kept in self._away if (tensor := kept.tensor) is not None and not unstorable(tensor)]
             self._away = [kept for kept in self._away if kept not in back]
             for kept in back:
                 self._activate(kept)
@@ -305,9 +304,15 @@ class BoxTensors:
         live = [get(key) for get, key in self._lookups]
         return (
             all(map(is_, [known[place] for place in self._fixed] if self._loose else known, live))
-            and [form_of(sources[place]) for place in self._checked] == self._forms
-            and all(_has_memory(sources[place]) for place in self._checked)
-            and all(local_of(cast(torch.Tensor, known[place])) is sources[place] for place in self._sharded)
+            and (not self._checked or self._are_as_they_were(sources))
+            and (
+                not self._sharded or all(local_of(cast(torch.Tensor, known[at])) is sources[at] for at in self._sharded)
+            )
+        )
+
+    def _are_as_they_were(self, sources: Sequence[torch.Tensor]) -> bool:
+        return [form_of(sources[place]) for place in self._checked] == self._forms and all(
+            _has_memory(sources[place]) for place in self._checked
         )
 
     def _look_up_loose(self) -> bool:
@@ -331,6 +336,7 @@ class BoxTensors:
         except RuntimeError:
             before = self._names[early]
             self._follow()  # what does not fit is named now, so its older bytes count for nothing
+            self._arrange()
             for name in before - self._names[early]:
                 self._bound.leave_out(slot, name)
             self._copy(slot, early)
@@ -346,9 +352,7 @@ class BoxTensors:
 
     def _copy(self, slot: int, early: bool) -> None:
         if self._gathered is not None and not self._gathered.copy(slot):
-            self._arrange(steady=True)
-            if self._gathered is not None:
-                self._gathered.copy(slot)
+            raise RuntimeError("not all of them lie where they did")
         sources, targets, rest = self._sources, self._targets[slot], self._rest[early]
         if rest:
             with torch.inference_mode():
@@ -447,7 +451,7 @@ class BoxTensors:
             if self._active[place].steady and _can_be_gathered(self._sources[place], targets[place])
         ]
         self._gathered, self._joined = None, set()
-        if len(together) >= GATHERED_MIN:
+        if together:
             into = {slot: [every[place] for place in together] for slot, every in self._targets.items()}
             self._gathered = Gathered([self._sources[place] for place in together], into)
             self._joined = {self._active[place] for place in together}

@@ -68,9 +68,9 @@ class BeforeCollective:
         if first is None:
             self._once_a_forward()
         else:
-            first.register_hook(lambda _: self._once_a_forward())  # type: ignore[no-untyped-call]
+            first.register_hook(self._once_a_forward)  # type: ignore[no-untyped-call]
 
-    def _once_a_forward(self) -> None:
+    def _once_a_forward(self, *_: object) -> None:
         if self._due:
             self._due = False
             self._act()
@@ -136,15 +136,12 @@ class RngCapture:
         for slot in box.step_slots + box.epoch_slots:
             self._takes[slot] = [stream.into(box.region(slot, stream.region.name)) for stream in self._streams]
 
-    def refresh(self) -> None:
-        """Tell what went wrong in the copy before this one."""
-        if self._numpy.problem:
-            self.ledger.tell(self._numpy.problem)
-
     def capture(self, slot: int) -> None:
         """Take all streams into an open slot."""
         for take in self._takes[slot]:
             take()
+        if self._numpy.problem:
+            self.ledger.tell(self._numpy.problem)
 
     def snapshot(self) -> dict[str, RegionCopy]:
         """All streams as they are now, beside the box: for putting them back after something that must not count."""
@@ -274,7 +271,8 @@ class BoxRecorder:
         """said: the JSON, or what makes it once the slot is filled."""
         captures = self._captures
         for capture in captures:
-            capture.refresh()
+            if isinstance(capture, BoxTensors):
+                capture.refresh()
         box = self.box
         slot = box.begin(kind, step)
         for capture in captures:

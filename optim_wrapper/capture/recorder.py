@@ -452,7 +452,8 @@ class StepRecorder:
 
         updated: there was an update in it.
         """
-        self.finish_copy()
+        if not updated:  # else it was finished before the update
+            self.finish_copy()
         if self.loop.passes.end_step():
             self._say_reasons()
         ends_epoch = self.ends_epoch(position)

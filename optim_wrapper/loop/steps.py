@@ -243,7 +243,8 @@ class Steps:
                 if self._facts.persistent_workers and (epoch > 1 or (step == last and epoch < self.epochs)):
                     self._not_exact(PERSISTENT)
                 events.under_way(epoch, step)
-            draws.asked()
+            if draws.looks:
+                draws.asked()
             try:
                 batch = next(iterator)
             except StopIteration:

@@ -113,11 +113,11 @@ class ProtectedStep:
         """The loop ends its step, with an update or without. Returns the number of the step. May park."""
         if self._several is not None:
             self._end_several(self._several)
-        self._agent.copy_if_due()  # a step without an update
-        if self._gate is not None and self._agent.phase is Phase.COMPUTING:
-            self._pass(self._gate, self._agent.skip_update)
         updated = self._agent.phase is Phase.UPDATED
         if not updated:
+            self._agent.copy_if_due()
+            if self._gate is not None and self._agent.phase is Phase.COMPUTING:
+                self._pass(self._gate, self._agent.skip_update)
             self._work.go_on()
 
         def commit(step: int) -> None:

@@ -408,6 +408,7 @@ class ProtectedRun(Run):
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
+        self._counted = (self.steps is not None and self.steps.accumulate > 1) or bool(zero.told_of_deepspeed())
         self._on_first_end = launcher = reporter()
         if launcher is not None:
             self._refuse_to_begin_before(launcher.goes_on_at)
@@ -437,8 +438,7 @@ class ProtectedRun(Run):
         if self.steps is None:
             self.recorder.ends_early = self._says_begin
         number = self._step.end_step(position)
-        counted = self.steps is not None and self.steps.accumulate > 1
-        if (counted or zero.told_of_deepspeed()) and self.recorder.gradients.carried:
+        if self._counted and self.recorder.gradients.carried:
             self.not_exact(COUNTS_ITSELF)
         if self._on_first_end is not None:
             since = [one for one in self.recorder.ledger.reasons if one not in self._reasons]

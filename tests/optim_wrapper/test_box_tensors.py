@@ -139,8 +139,9 @@ def test_a_tensor_that_becomes_sparse_ends_no_training(tmp_path: Path) -> None:
     assert "model/w" not in held(made, 2).regions
 
 
-def test_what_does_not_fit_while_it_is_copied_is_in_no_copy(tmp_path: Path) -> None:
-    norms = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(2)])
+@pytest.mark.parametrize("count", [2, 4, 40])
+def test_what_does_not_fit_while_it_is_copied_is_in_no_copy(tmp_path: Path, count: int) -> None:
+    norms = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(count)])
     extras = ExtraBuffers(Extras({"ema": norms}))
     made = boxed(tmp_path, extras.tensors)
     made.committed(1, b"{}")

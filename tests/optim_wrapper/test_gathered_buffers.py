@@ -144,8 +144,3 @@ def test_what_comes_to_a_model_without_buffers_gets_room(tmp_path: Path) -> None
     model.register_buffer("late", torch.ones(3))
     buffers.admit_late()
     assert tensors.needs_room
-
-
-def test_a_few_are_copied_one_by_one(tmp_path: Path) -> None:
-    _, capture = opened(tmp_path, nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
-    assert capture._gathered is None

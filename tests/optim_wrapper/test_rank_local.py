@@ -201,13 +201,14 @@ def test_a_normal_number_that_torch_keeps_for_the_next_draw_is_part_of_the_state
     assert torch.randn(1) != expected
 
 
-def test_another_numpy_bit_generator_is_said_and_never_read_as_a_twister() -> None:
+def test_another_numpy_bit_generator_is_said_and_never_read_as_a_twister(tmp_path: Path) -> None:
     capture = RngCapture()
+    capture.bind(box := BlackBox.create(tmp_path / "rank_0.box", BoxLayout(capture.regions)))
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
         taken = capture.snapshot()
-        capture.refresh()
+        capture.capture(box.begin(SlotKind.COMMITTED, 1))
         assert told(capture) == ["numpy's global stream is a PCG64; only MT19937 can be captured"]
         assert NumpyStream()._raw is None
     finally:
