@@ -274,6 +274,14 @@ class BlackBox:
         """Store what holds for the whole run (an encoded JSON object); may be replaced later."""
         self.commit(self.begin(SlotKind.FACTS, 0), facts)
 
+    def slot_of(self, step: int, *, committed: bool = False) -> int | None:
+        """Where the copy of `step` is that a reader gets: the committed one if there is one, or it alone."""
+        slots: tuple[int, ...] = (self._committed, self._committed_before, *(() if committed else (self._tentative,)))
+        for slot in slots:
+            if slot != _NO_SLOT and self._words[self._head_words[slot] + SLOT_KIND_AND_STEP] >> 8 == step:
+                return slot
+        return None
+
     def compare_tentative(self) -> str | None:
         """Compare the newest committed copy with the tentative one of the same step.
 

@@ -20,10 +20,17 @@ from lastwords.checkpoint.format import TYPE_NAMES
 from lastwords.errors import StorageError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.streams.rng_streams import memory_at
-from lastwords.optim_wrapper.tensors.tensor_bytes import overwrite, problem_of, tensor_over, version_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import (
+    CODES,
+    dtype_named,
+    overwrite,
+    problem_of,
+    tensor_over,
+    version_of,
+)
 from lastwords.optim_wrapper.tensors.tensor_places import TensorPlaces, Words, word_index
 from lastwords.processor.black_box import BlackBox
-from lastwords.processor.box_layout import DTYPE_BYTES, REGION_ALIGN_BYTES, RegionCopy, RegionSpec, SlotKind
+from lastwords.processor.box_layout import REGION_ALIGN_BYTES, RegionCopy, RegionSpec, SlotKind
 from lastwords.sharding.dtensor import is_dtensor, local_of
 from lastwords.torch_private import foreach_copy
 
@@ -35,25 +42,12 @@ REFORMS_MAX = 16
 GATHERED_BYTES_MAX = 16 * 1024
 """A larger tensor is copied more quickly by itself: a gather takes some 0.5 ns for each word."""
 
-_CODES: dict[torch.dtype, str] = {
-    getattr(torch, name): code for code, name in TYPE_NAMES.items() if code in DTYPE_BYTES and hasattr(torch, name)
-}
 _NOTHING = torch.empty(0)
 _WORD = 8
 _ZERO = np.zeros(1, np.int64)
 """Goes where the room between two regions is, which has to be the same in all copies."""
 
 Form = tuple[torch.Size, torch.dtype]
-
-
-def region_dtype(dtype: torch.dtype) -> str | None:
-    """What a black box calls an element type; None for one that it has no name for."""
-    return _CODES.get(dtype)
-
-
-def dtype_of(code: str) -> torch.dtype:
-    """The inverse of `region_dtype`."""
-    return next(dtype for dtype, known in _CODES.items() if known == code)
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -63,7 +57,7 @@ def form_of(tensor: torch.Tensor) -> Form:
 def stored_form(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...]]:
     """Element type and shape of a region that holds this rank's part of a tensor."""
     local = local_of(tensor)
-    return region_dtype(local.dtype), tuple(local.shape)
+    return CODES.get(local.dtype), tuple(local.shape)
 
 
 def unstorable(tensor: torch.Tensor) -> str:
@@ -72,7 +66,7 @@ def unstorable(tensor: torch.Tensor) -> str:
         return f"cannot be captured ({tensor.layout} on {tensor.device})"
     if what := problem_of(local_of(tensor)):
         return f"cannot be captured: it {what}"
-    return "" if tensor.dtype in _CODES else f"cannot be captured ({tensor.dtype})"
+    return "" if tensor.dtype in CODES else f"cannot be captured ({tensor.dtype})"
 
 
 class BoxTensor:
@@ -111,7 +105,7 @@ class BoxTensor:
         local = local_of(tensor)
         self.dtype = local.dtype
         shape, lazy = tuple(local.shape), waits or alone
-        self.region = RegionSpec(region, _CODES[self.dtype], shape, lazy=lazy, committed_only=late)
+        self.region = RegionSpec(region, CODES[self.dtype], shape, lazy=lazy, committed_only=late)
 
     @property
     def name(self) -> str:
@@ -139,7 +133,7 @@ class BoxTensor:
         shape, twin.dtype = form_of(tensor)
         old = self.region
         twin.region = RegionSpec(
-            old.name, _CODES[twin.dtype], tuple(shape), lazy=old.lazy, committed_only=old.committed_only
+            old.name, CODES[twin.dtype], tuple(shape), lazy=old.lazy, committed_only=old.committed_only
         )
         twin.given_up, twin.reforms = False, self.reforms + 1
         return twin
@@ -169,7 +163,7 @@ class BoxTensor:
 
 def tensor_of(saved: RegionCopy) -> torch.Tensor:
     """A region's content as a tensor of its own."""
-    return tensor_over(bytearray(saved.data), dtype_of(saved.dtype), tuple(saved.shape))
+    return tensor_over(bytearray(saved.data), dtype_named(TYPE_NAMES[saved.dtype]), tuple(saved.shape))
 
 
 class BoxTensors:

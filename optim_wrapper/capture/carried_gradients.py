@@ -619,7 +619,6 @@ class CarriedGradients:
         Returns why the outcome is not exact, if it is not. Raises MismatchError, before anything is changed, for those
         of no parameter, or of another form.
         """
-        self.refuse(regions)
         extras, every = self._among_extras(), _gradients_in(regions)
         here = {**self._parameters_of_model(), **extras}
         saved = {name: copy for name, copy in every.items() if _fits(here.get(name), copy)}

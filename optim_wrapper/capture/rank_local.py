@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lastwords.errors import ConfigError, MismatchError
+from lastwords.errors import MismatchError
 from lastwords.optim_wrapper.capture.box_tensors import BoxTensors
 from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.optim_wrapper.ledger import Ledger
@@ -191,17 +191,13 @@ class BoxRecorder:
     None of its methods raises because of what is captured: what cannot be kept is told to the captures' ledger.
     """
 
-    def __init__(
-        self, box: BlackBox, captures: Sequence[Capture], late: Late, carried: BoxRecorder | None = None
-    ) -> None:
+    def __init__(self, box: BlackBox, captures: Sequence[Capture], late: Late) -> None:
         """`box` was made with `regions(captures)` in its layout.
 
-        late: gets to know which regions move between the tentative and the committed copy of a step. carried: that of
-        the box whose copies this one begins with.
+        late: gets to know which regions move between the tentative and the committed copy of a step.
         """
         self.box = box
         self._captures = tuple(captures)
-        self._slots: dict[int, tuple[SlotKind, int]] = {} if carried is None else dict(carried._slots)
         self.late = late
         for capture in self._captures:
             capture.bind(box)
@@ -228,7 +224,7 @@ class BoxRecorder:
 
         document: is given the first region that has, and gives the JSON.
         """
-        before, moved = self.slot_of(step), None
+        before, moved = self.box.slot_of(step), None
 
         def compared(slot: int) -> bytes:
             nonlocal moved
@@ -240,18 +236,13 @@ class BoxRecorder:
         if moved is not None and (late := self.box.compare_tentative()) is not None:
             self.late.happened({late: 1}, step, None)
 
-    def slot_of(self, step: int) -> int | None:
-        """Where the copy of `step` is that a reader gets: the committed one if there is one."""
-        found = {kind: slot for slot, (kind, of) in self._slots.items() if of == step}
-        return found.get(SlotKind.COMMITTED, found.get(SlotKind.TENTATIVE))
-
     def drawn_since(self, step: int, others: Callable[[], str] = str, kind: SlotKind = SlotKind.TENTATIVE) -> str:
         """A stream that has moved since the copy of `step`, if it is of this kind. Writer's thread, settled.
 
         others: says so of the random generators that are in the document.
         """
-        slot = self.slot_of(step)
-        if slot is None or self._slots[slot][0] is not kind:
+        committed, slot = self.box.slot_of(step, committed=True), self.box.slot_of(step)
+        if slot is None or (committed is None) is not (kind is SlotKind.TENTATIVE):
             return ""
         for capture in self._captures:
             for name, now in capture.snapshot().items() if isinstance(capture, RngCapture) else ():
@@ -278,13 +269,8 @@ class BoxRecorder:
         for capture in captures:
             capture.capture(slot)
         box.commit(slot, said if isinstance(said, bytes) else said(slot))
-        self._slots.pop(slot, None)  # of two copies of a step the newer one is the last
-        self._slots[slot] = kind, step
 
 
 def regions(captures: Sequence[Capture]) -> tuple[RegionSpec, ...]:
     """Regions of all captures together, for the box's layout."""
-    found = tuple(region for capture in captures for region in capture.regions)
-    if len({region.name for region in found}) != len(found):
-        raise ConfigError("two captures take a region of the same name")
-    return found
+    return tuple(region for capture in captures for region in capture.regions)

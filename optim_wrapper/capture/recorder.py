@@ -7,6 +7,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,47 +97,38 @@ class LoopHabits:
     """See `Habits`. say: called when any of it has changed."""
 
     def __init__(self, say: Callable[[], None]) -> None:
-        self.early_reasons: list[str] = []
-        self.names_go_back = False
+        self.known = Habits()
         self.repeats = False
         """A resumed loop does again what it does between the end of a step and the start of the next one."""
-        self.data = ""
         self.passes = BackwardPasses()
-        self.draws: bool | None = None
         self._drew = 0
         self._say = say
 
     def learn(self, habits: Habits) -> None:
         """Those of the run that is resumed."""
-        self.early_reasons, self.names_go_back = [*habits.early_reasons], habits.names_go_back
-        self.passes, self.data, self.draws = BackwardPasses(habits.passes), habits.data, habits.draws
+        self.known, self.passes = habits, BackwardPasses(habits.passes)
+
+    def know(self, **more: Any) -> None:
+        """More, as `Habits` calls it."""
+        self.known = replace(self.known, **more)
+        self._say()
 
     def iterates_over(self, data: str) -> bool:
         """The loader's digest (see `data_digest`). False if the run that is resumed had another one."""
-        before, self.data = self.data, data
-        self._say()
+        before = self.known.data
+        self.know(data=data)
         return not (before and data) or before == data
-
-    def moves_after_the_end(self, reason: str) -> None:
-        """Something moves between an early end of a step and the next one."""
-        self.early_reasons = [reason]
-        self._say()
 
     def begins(self, *, drew: bool) -> None:
         """A step begins. drew: random numbers since the end of the one before, as a loader does that is asked here."""
-        before = self.draws
         self._drew += drew
+        draws = self.known.draws
         if not drew:
-            self.draws = False
-        elif before is None and self._drew > 1:  # an evaluation, say, draws once in a while
-            self.draws = True
-        if self.draws is not before:
-            self._say()
-
-    def names_went_back(self) -> None:
-        """The loop has called a step what is no later than the one before."""
-        self.names_go_back = True
-        self._say()
+            draws = False
+        elif draws is None and self._drew > 1:  # an evaluation, say, draws once in a while
+            draws = True
+        if draws is not self.known.draws:
+            self.know(draws=draws)
 
 
 _log = logging.getLogger(__name__)
@@ -204,7 +196,6 @@ class StepRecorder:
         """Of extras, as of so many steps: whether they are the same on all ranks."""
         self.source: TrainerSource | None = None
         self._units: RankUnits | None = None
-        self._unchecked = False
         self.watch = StateWatch(self.view, self.buffers, copies=copies, late=self.after_update)
         self.watch.know(of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
@@ -216,8 +207,7 @@ class StepRecorder:
         self.gradients.backward.follows_update = self.watch.update_is_over
         for wrapper, habit in zip(optimizers, self.gradients.habits, strict=True):
             wrapper.watch_zero_grad(habit.zeroed)
-        self._use_box: Callable[[Callable[[Path], BlackBox]], None] | None = None
-        self._at_gate = False
+        self._reopen: Callable[[BoxRecorder | None], None] | None = None
         self.work = StepWork()
         self.extras_now: ExtrasSnapshot = self.extras.first()
         """As of the last step's end."""
@@ -230,14 +220,14 @@ class StepRecorder:
         self.loop = LoopHabits(self._say_reasons)
         self._step = self._ended_here = 0
         self._hook: BeforeCollective | None = None
-        self._paused = self._needs_epoch_start = False
+        self._paused = False
         self._tentative_local: ExtrasSnapshot | None = None
         self.uncopied = False
         """No copy has been taken of the step under way, and no gate will ask for one."""
         self._attributes_then: dict[str, Any] = {}
         self._attributes_ended: dict[str, Any] = {}
         """What documents say of them, in the tentative copy, and in the committed one."""
-        self._steps_per_epoch = 0  # not known
+        self._steps_per_epoch: int | None = None
         self.ends_early, self.names_steps = False, True
         self._constants: dict[str, str] | None = None
         self.order: Callable[[], tuple[int, str] | None] = lambda: None
@@ -247,7 +237,6 @@ class StepRecorder:
         """Find out with the other ranks who holds what; `prefix` is a place of its own in the store."""
         self._units = rank_units.agree(self.view, world, prefix, declared, self.buffers.captured)
         self._units.exclude_buffers(self.buffers.captured)
-        self._unchecked = not self._units.pure
         return self._units
 
     @property
@@ -296,24 +285,24 @@ class StepRecorder:
 
     def drawn_early(self) -> str:
         """What has drawn random numbers since the last step's end, in a loop that does so before each step's start."""
-        return self.drawn_since(self._step, SlotKind.COMMITTED) if self.loop.draws else ""
+        return self.drawn_since(self._step, SlotKind.COMMITTED) if self.loop.known.draws else ""
 
     def buffers_at(self, step: int) -> tuple[frozenset[str], dict[str, str]]:
         """Names of the buffers that are in no unit of `step`, and why what is saved of some others is not exact."""
-        apart, moved = self.buffers.at(None if self._box is None else self._box.slot_of(step))
+        apart, moved = self.buffers.at(None if self._box is None else self._box.box.slot_of(step))
         return (apart if self.units.pure else apart | self.buffers.always), moved
 
     def open_box(self, use: Callable[[Callable[[Path], BlackBox]], None], *, at_gate: bool) -> None:
         """Copies go into a black box from now on: `use` is given what makes it. at_gate: see `open`."""
-        self._use_box, self._at_gate = use, at_gate
-        use(lambda path: self.open(path, at_gate=at_gate))
+        self._reopen = lambda carried: use(lambda path: self.open(path, at_gate=at_gate, carried=carried))
+        self._reopen(None)
 
     def open(self, path: Path, *, at_gate: bool = False, carried: BoxRecorder | None = None) -> BlackBox:
         """Make the black box, which begins with the copies of `carried`. at_gate: the gate alone calls `tentative`."""
         captures = (self.rng, self.tensors)
         old = None if carried is None else carried.box
         box = BlackBox.create(path, BoxLayout(regions(captures)), carried=old)
-        self._box = BoxRecorder(box, captures, self.after_copy, carried)
+        self._box = BoxRecorder(box, captures, self.after_copy)
         self._say_reasons()
         if self._hook is None and not at_gate:
             self._hook = BeforeCollective(self.model, self.tentative, holding(self.view.trained))
@@ -336,7 +325,7 @@ class StepRecorder:
         at_start, at_step: what the loader had at the epoch's start, and at the step's end.
         steps_per_epoch: None: a loop of one's own; 0: epochs are not equally long.
         """
-        self._needs_epoch_start, self._steps_per_epoch = steps_per_epoch is not None, steps_per_epoch or 0
+        self._steps_per_epoch = steps_per_epoch
         self.extras_now = self.extras.first()
         self.local_extras_now = self.local_extras.first()  # a loader may draw numbers for that
         self.tensors.make_room()
@@ -391,12 +380,12 @@ class StepRecorder:
 
     def _make_room(self) -> None:
         """The black box anew, where it lacks room for what has come to be copied; all that it holds stays."""
-        needed, carried, use = self.tensors.needs_room, self._box, self._use_box
+        needed, carried, reopen = self.tensors.needs_room, self._box, self._reopen
         self.tensors.needs_room = False
-        if not needed or carried is None or use is None:
+        if not needed or carried is None or reopen is None:
             return
         try:
-            use(lambda path: self.open(path, at_gate=self._at_gate, carried=carried))
+            reopen(carried)
         except StorageError as error:
             self.ledger.tell(f"state that changes outside of optimizer.step() could not be copied: {error}")
 
@@ -444,8 +433,6 @@ class StepRecorder:
     def under_way(self, position: Position) -> None:
         """The loop calls the next step so."""
         self.position_under_way = position
-        if self.source is not None:
-            self.source.under_way(position)
 
     def end_step(self, step: int, position: Position | None, *, updated: bool = True) -> None:
         """The end of `step`: everything that may move on from here. position: None if the loop has not named it.
@@ -486,8 +473,7 @@ class StepRecorder:
             self.ledger.tell(*self.extras.own_reasons, *self.local_extras.own_reasons)
         if self._units is not None and not self._units.pure:
             self._units.check_step()
-            if self._unchecked:  # the optimizer's state is there since this step
-                self._unchecked = False
+            if self._ended_here == 1:  # the optimizer's state is there since this step
                 self._units.exclude_buffers(self.buffers.captured)
                 self._units.check()
 
@@ -529,9 +515,9 @@ class StepRecorder:
                 self.loop.begins(drew=drawn != "" or any(name.startswith("rng/") for name in moved))
         if moved and self.source is not None:
             self.source.copy_again()
-        if moved and not (self.loop.early_reasons or self.loop.repeats):
+        if moved and not (self.loop.known.early_reasons or self.loop.repeats):
             why = changed_after_the_end(moved, self._step, expected=expected)
-            self.loop.moves_after_the_end(why)
+            self.loop.know(early_reasons=[why])
         return True
 
     def extras_by_rank(self) -> dict[str, int]:
@@ -562,7 +548,7 @@ class StepRecorder:
         self._of_all = self._said_of_all()
         if self._box is not None:
             own = self._attributes_ended = self.attributes.document()
-            early = {"begun": False, "early": self.loop.early_reasons} if self.ends_early else {}
+            early = {"begun": False, "early": self.loop.known.early_reasons} if self.ends_early else {}
             said = self._document_of(position, self.local_extras_now, own, **early)
             ends_epoch = self.ends_epoch(position)
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
@@ -625,15 +611,13 @@ class StepRecorder:
     def _say_reasons(self) -> None:
         if self._box is None:
             return
-        loop = self.loop
-        habits = Habits(
+        habits = replace(
+            self.loop.known,
             after_copy=self.after_copy,
-            early_reasons=loop.early_reasons,
-            names_go_back=loop.names_go_back,
-            passes=loop.passes.usual,
-            draws=loop.draws,
+            after_update={},
+            updates=0,
+            passes=self.loop.passes.usual,
             constants=self._constants or {},
-            data=loop.data,
         )
         facts = {"reasons": [brief(one) for one in self.ledger.reasons], **habits.to_json()}
         self._box.box.set_facts(json.dumps(facts).encode())
@@ -641,7 +625,7 @@ class StepRecorder:
     def _document_of(self, position: Position | None, local: ExtrasSnapshot, own: dict[str, Any], **more: Any) -> bytes:
         """A `StepDocument` of a step that the loop calls so. own: members of `attributes`."""
         epoch, step = position or (None, None)
-        said: dict[str, Any] = {"epoch": epoch, "step": step, "needs_epoch_start": self._needs_epoch_start}
+        said: dict[str, Any] = {"epoch": epoch, "step": step, "needs_epoch_start": self._steps_per_epoch is not None}
         said["order"] = self.order()
         if position is None:
             said["after"] = self.named if self.names_steps else ()

@@ -199,18 +199,13 @@ class TrainerSource:
         """The snapshot of when a controller was answered last."""
         self._before: Snapshot | None = None
         self._copied: Snapshot | None = None
-        self._next_position: Position | None = None
         self._lasting: Collection[StateName] = ()
         self._later: Collection[str] = ()
 
     # ------------------------------------------------------------------ training thread
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The step of `snapshot` has ended; what the next one is called is not known any more.
-
-        The name goes first: a writer in between finds none, and never the name of another step.
-        """
-        self._next_position = None
+        """The step of `snapshot` has ended. The recorder has forgotten before what it called the next one."""
         if self._snapshot is not None and self._snapshot.step < snapshot.step:
             self._before = self._snapshot
         self._snapshot = snapshot
@@ -276,10 +271,6 @@ class TrainerSource:
         if self._snapshot is not None and (self._every > 1 or self._snapshot is not self._copied):
             self._begin_copy(self._snapshot)
 
-    def under_way(self, position: Position) -> None:
-        """What the loop calls the step that comes next, or is being computed now."""
-        self._next_position = position
-
     # ------------------------------------------------------------------ writer's thread (StateSource)
 
     def position(self, step: int) -> Position | None:
@@ -287,7 +278,7 @@ class TrainerSource:
         snapshot = self._snapshot
         if (known := self._known_of(step)) is not None:
             return known[0]
-        return self._next_position if snapshot is not None and snapshot.step + 1 == step else None
+        return self._recorded.position_under_way if snapshot is not None and snapshot.step + 1 == step else None
 
     def unit_state(self, unit: str, step: int, stand: Stand) -> UnitState:
         """Tensors and JSON of the unit, or of a share of one, at `step`; IncompleteError if it is not held here."""

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from lastwords import clock
 from lastwords.checkpoint.meta import Marks
 from lastwords.errors import MismatchError, some
-from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, region_dtype, stored_form, tensor_of
+from lastwords.optim_wrapper.capture.box_tensors import BoxTensor, BoxTensors, stored_form, tensor_of
 from lastwords.optim_wrapper.capture.buffers import Buffers
 from lastwords.optim_wrapper.capture.device_copies import DeviceMark, DeviceMarks, OfDevice, by_device, is_seen
 from lastwords.optim_wrapper.capture.witness import ROUNDS, Mark, StateName, Witness, tensors_of
@@ -33,7 +33,7 @@ from lastwords.optim_wrapper.joined_optimizer import with_state
 from lastwords.optim_wrapper.state.own_state import OwnState
 from lastwords.optim_wrapper.state.plain_values import PlainValues, groups_differ, seen
 from lastwords.optim_wrapper.state.state_view import UnitView
-from lastwords.optim_wrapper.tensors.tensor_bytes import bytes_in, bytes_of, overwrite, problem_of
+from lastwords.optim_wrapper.tensors.tensor_bytes import CODES, bytes_in, bytes_of, overwrite, problem_of
 from lastwords.processor.box_layout import RegionCopy
 from lastwords.processor.recurrence import Forecast, Late
 from lastwords.sharding import zero
@@ -217,7 +217,7 @@ class BoundaryCopies:
         room = BOX_BYTES_MAX - sum(kept.region.nbytes for kept in self._boxed.values())
         for name, tensor in new.items():
             self._live[name] = tensor
-            small = region_dtype(tensor.dtype) and tensor.nbytes <= min(BOX_EACH_BYTES_MAX, room)
+            small = tensor.dtype in CODES and tensor.nbytes <= min(BOX_EACH_BYTES_MAX, room)
             if name.kind == "model" and small:
                 late = not frozen(name)  # else no update changes it
                 region = PREFIX + name.name

@@ -121,7 +121,7 @@ class Steps:
         self._events = events
         self._aside = aside
         self._resume = resume
-        self._onward = onward = onward or Onward()
+        onward = onward or Onward()
         carried = onward.carried
         self._carried = None if placed else carried
         self._draws = Draws(loader, self._facts, onward.saved.draws, followed=followed)
@@ -336,10 +336,7 @@ class Steps:
             self._not_exact(f"this rank's random streams at the end of step {here.step} are unknown")
 
     def _counted_out(self, here: ResumeAt) -> ResumeAt:
-        per_epoch = self.steps_per_epoch
-        if not per_epoch:
-            raise ConfigError("the loader is empty, so training cannot continue")
-        epoch, step = epoch_and_step(here.step, per_epoch)
+        epoch, step = epoch_and_step(here.step, self.steps_per_epoch)
         return replace(here, epoch=epoch, step=step)
 
     def _not_exact(self, *reasons: str) -> None:

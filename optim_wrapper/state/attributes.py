@@ -168,7 +168,6 @@ class Attributes:
         """Odd while the loop sets what it sets anyway."""
         self._aside: dict[_Name, Any] = {}
         """What the loader was like before that, of what had not moved by then."""
-        self._odd: set[str] = set()
         self._slow = 0
         self._looked = [False, False]
         """Since the last step's end began, and at the one before."""
@@ -290,10 +289,8 @@ class Attributes:
         """How to come to what is in each document."""
         self._way = self._walk.way_to([*self._moved, *self.generators.cells()])
         self._loaders = self._find_loaders()
-        for path in self._walk.odd.keys() - self._odd:
-            self._odd.add(path)
-            why = f"the attributes of {path} cannot be looked at: {self._walk.odd[path]}"
-            self.ledger.tell(why, leaf=path)
+        for path, why in self._walk.odd.items():
+            self.ledger.tell(f"the attributes of {path} cannot be looked at: {why}", leaf=path)
 
     def end_step(self) -> None:
         """Before the document of a step's end: follow the generators to where they lie now."""
@@ -343,7 +340,7 @@ class Attributes:
         if asides % 2 or asides != self._asides:  # the loop is just setting what it sets anyway
             new = [name for name in new if not self._is_set_aside(name, walk)]
         values = [".".join(name) for name in new if not (self._spoken and name[0].startswith("optimizer"))]
-        odd = [f"what cannot be looked at ({walk.odd[path]})" for path in walk.odd.keys() - self._odd]
+        odd = [f"what cannot be looked at ({walk.odd[path]})" for path in walk.odd.keys() - self._walk.odd.keys()]
         return values + odd + self.generators.unseen(walk)
 
     def _is_set_aside(self, name: _Name, walk: Walk) -> bool:

@@ -139,9 +139,6 @@ class Listing:
 _COMPILED, _OF_ONE = "_orig_mod.", ("torch.", "a ")
 _NOTHING: Mapping[Any, Any] = {}
 
-AVERAGING_OPTIMIZERS = frozenset({"PostLocalSGDOptimizer"})
-"""torch's own optimizers that let weights differ from rank to rank although the model is DDP's."""
-
 
 def own_name(prefix: str, key: str) -> str:
     """What a model calls a tensor of one of its modules, compiled or not."""
@@ -222,13 +219,6 @@ class UnitView:
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         self.model = unwrap(model)
         self.optimizer = optimizer.inner if isinstance(optimizer, OptTFTWrapper) else optimizer
-        for one in zero.parts_of(self.optimizer):
-            if all(kind.__name__ not in AVERAGING_OPTIMIZERS for kind in type(one).__mro__):
-                continue
-            raise ConfigError(
-                f"{type(one).__name__} lets weights differ between ranks until they are averaged, so no rank "
-                f"has a replica of another rank's state; use its inner optimizer class on all parameters instead"
-            )
         if managed_by_fsdp1(self.model):
             raise ConfigError(
                 "FullyShardedDataParallel keeps parameters in flat buffers that show no layout; "

@@ -20,7 +20,7 @@ from lastwords.checkpoint.format import TYPE_NAMES, TensorSpec
 from lastwords.errors import ConfigError, UnstorableError
 from lastwords.sharding.dtensor import ShardBox, box_of, is_dtensor, is_shard, local_of
 
-_CODES: dict[torch.dtype, str] = {
+CODES: dict[torch.dtype, str] = {
     getattr(torch, name): code for code, name in TYPE_NAMES.items() if hasattr(torch, name)
 }
 
@@ -73,7 +73,7 @@ def spec_of(name: str, tensor: torch.Tensor, box: ShardBox | None = None) -> Ten
     >>> spec_of("local/0/x", torch.zeros(2, dtype=torch.complex128))
     TensorSpec(name='local/0/x', dtype='U8', shape=(2, 16), global_shape=(2, 16), offsets=(0, 0))
     """
-    code = _CODES.get(tensor.dtype)
+    code = CODES.get(tensor.dtype)
     more = () if code else (tensor.element_size(),)
     if box is None and not is_shard(tensor):
         return TensorSpec(name, code or "U8", (*tensor.shape, *more))

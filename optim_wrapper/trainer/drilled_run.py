@@ -185,7 +185,7 @@ class DrilledRun(ProtectedRun):
             script=script,
             sha256=digest,
             arguments_sha256=arguments,
-            data=self.recorder.loop.data,
+            data=self.recorder.loop.known.data,
             step=self.start_step,
             world=self.world.size,
             own_loop=self.steps is None,

@@ -314,7 +314,7 @@ class TFTRegister:
             )
         place, groups = str(resumed.path), resumed.groups
         beside, begun = tuple(resumed.beside), resumed.begun
-        drilled, why = drilled_beside(self._config.ckpt_save_path, run.world.size, self._recorder.loop.data)
+        drilled, why = drilled_beside(self._config.ckpt_save_path, run.world.size, self._recorder.loop.known.data)
         if run.world.rank == 0:
             if why:
                 _log.warning("lastwords: %s", why)

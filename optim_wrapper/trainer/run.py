@@ -220,10 +220,10 @@ class Run:
         all ranks say the same then. On other ranks, or in another layout, an epoch may have fewer steps.
         """
         last, resumed, self._unnamed_since = self.recorder.named, self._unnamed_since, None
-        if last is None or position > last or self.recorder.loop.names_go_back:
+        if last is None or position > last or self.recorder.loop.known.names_go_back:
             return
         if resumed is None:
-            self.recorder.loop.names_went_back()
+            self.recorder.loop.know(names_go_back=True)
             own_loop.names_went_back(position, last)
         elif not resumed.moved or position.epoch < last.epoch:
             text = own_loop.goes_back(position, last, resumed.global_step, resumed.path)

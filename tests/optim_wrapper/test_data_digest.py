@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_hears_of_other_data_once() -> None:
     loop.learn(Habits(data="a"))
     assert not loop.iterates_over("b")
     assert loop.iterates_over("b")
-    assert loop.data == "b"
+    assert loop.known.data == "b"
     assert said
 
 

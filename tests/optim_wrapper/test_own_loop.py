@@ -114,7 +114,7 @@ class Loop:
         self, last: Position | None, *names: Position, moved: bool = False, went_back: bool = False, inexact: str = ""
     ) -> None:
         self.habits = LoopHabits(lambda: None)
-        self.habits.names_go_back = went_back
+        self.habits.know(names_go_back=went_back)
         recorder: Any = SimpleNamespace(
             named=None, loop=self.habits, begin=lambda *_, **__: None, ledger=Ledger(), known=lambda saved: saved,
             attributes=SimpleNamespace(put_where_it_is=lambda values: ([inexact] * bool(inexact), [])),
@@ -168,7 +168,7 @@ def test_names_that_go_back_later_are_told_once_and_a_resume_does_not_refuse_the
     loop = Loop(N(2, 3), N(2, 4), N(1, 1), N(1, 2), N(1, 1))
     (record,) = caplog.records
     golden.says(record.getMessage())
-    assert loop.habits.names_go_back
+    assert loop.habits.known.names_go_back
     Loop(N(2, 3), N(1, 1), went_back=True)
 
 

@@ -56,7 +56,8 @@ def recorded(units: RankUnits, extras: Extras, watch: StateWatch | None = None) 
     return SimpleNamespace(
         units=units, extras=extras, watch=watch, attributes=Attributes({}, dict),
         gradients=SimpleNamespace(doubts=lambda *, ended: []), buffers_at=lambda step: (frozenset(), {}),
-        ends_epoch=lambda position: None, drawn_since=lambda step: "", moved_between=lambda step: [],
+        position_under_way=None, ends_epoch=lambda position: None,
+        drawn_since=lambda step: "", moved_between=lambda step: [],
     )  # fmt: skip
 
 

@@ -517,19 +517,6 @@ def test_a_unit_goes_through_a_real_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ refusals at the start
 
 
-def test_an_optimizer_that_lets_the_ranks_drift_apart_is_refused() -> None:
-    class PostLocalSGDOptimizer(torch.optim.SGD):
-        """Stands for torch.distributed.optim's, which needs a process group."""
-
-    class Derived(PostLocalSGDOptimizer):
-        pass
-
-    net = nn.Linear(2, 2)
-    for kind in (PostLocalSGDOptimizer, Derived):
-        with pytest.raises(ConfigError, match=kind.__name__):
-            UnitView(net, OptTFTWrapper(kind(net.parameters(), 0.1)))
-
-
 def test_a_model_and_an_optimizer_that_share_no_parameters_are_refused() -> None:
     with golden.raises(ConfigError):
         UnitView(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
