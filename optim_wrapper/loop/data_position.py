@@ -23,13 +23,14 @@ import torch
 import xxhash
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lastwords import clock
 from lastwords.checkpoint.meta import Drawn, LoopFacts
 from lastwords.errors import ConfigError, MismatchError
 from lastwords.optim_wrapper.launch.config import DataMode
-from lastwords.optim_wrapper.launch.progress import Progress
 from lastwords.optim_wrapper.state.generators import GeneratorState, of_process, state_of
 from lastwords.optim_wrapper.state.object_walk import Beyond, Walk
 from lastwords.optim_wrapper.state.running import is_users
+from lastwords.processor.departure import say
 
 _NO_LENGTH = (
     "; give it a __len__ (batches per epoch, the same on every rank), or write a custom loop that calls "
@@ -388,10 +389,13 @@ class Draws:
         self.looks, self._given = False, None
 
 
+SAID_EVERY_S = 10.0
+
+
 def _fetch(iterator: Iterator[Any], batches: int, heard: Callable[[Any], None], *, show_progress: bool) -> _Streams:
     """Fetch and drop so many batches; returns the streams after the first, whose draws no training had come before."""
     streams = _Streams()
-    progress = Progress("fetching the data that was done once more", batches) if show_progress else None
+    said_s = clock.mono_s()
     for count in range(1, batches + 1):
         try:
             heard(next(iterator))
@@ -402,10 +406,9 @@ def _fetch(iterator: Iterator[Any], batches: int, heard: Callable[[Any], None], 
             ) from None
         if count == 1:
             streams = _Streams()
-        if progress is not None:
-            progress.at(count)
-    if progress is not None:
-        progress.close()
+        if show_progress and clock.mono_s() - said_s >= SAID_EVERY_S:
+            said_s = clock.mono_s()
+            say(f"lastwords: fetching the data that was done once more: {count}/{batches}")
     return streams
 
 

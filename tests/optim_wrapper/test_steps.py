@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
+from lastwords.optim_wrapper.loop import data_position
 from lastwords.optim_wrapper.loop.data_position import EpochOrder, known_at_resume, loader_facts, open_epoch
 from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
 from lastwords.optim_wrapper.state import generators
@@ -344,6 +345,15 @@ def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact(
     assert (steps.epoch, steps.step) == (2, 2)
     golden.says(told(steps))
     assert len(caplog.messages) == shown, "not one line of each rank"
+
+
+@pytest.mark.parametrize("shown", [True, False], ids=["rank 0", "another rank"])
+def test_how_far_a_long_wait_is_is_said(
+    shown: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_position, "SAID_EVERY_S", 0.0)
+    data_position._fetch(iter("ab"), 2, lambda batch: None, show_progress=shown)
+    golden.says(capsys.readouterr().err)
 
 
 @pytest.mark.ci
