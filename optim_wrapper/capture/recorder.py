@@ -467,7 +467,7 @@ class StepRecorder:
             self.attributes.compare_extras({
                 name: one for name, one in said.items() if not isinstance(one, extras.LeftOut)
             })  # fmt: skip
-        self._keep(step, position, late, comparable=self.watch.same_copies())
+        self._keep(step, position, late, comparable=self.watch.same_copies(), ends_epoch=ends_epoch)
         if look:
             self.watch.announce_left_out()
             self.ledger.tell(*self.extras.own_reasons, *self.local_extras.own_reasons)
@@ -539,7 +539,15 @@ class StepRecorder:
             self._make_room()
         return moved
 
-    def _keep(self, step: int, position: Position | None, late: Sequence[str] = (), *, comparable: bool = True) -> None:
+    def _keep(
+        self,
+        step: int,
+        position: Position | None,
+        late: Sequence[str] = (),
+        *,
+        comparable: bool = True,
+        ends_epoch: bool | None = None,
+    ) -> None:
         """late: what of `local_extras` has changed since the tentative copy."""
         self.named = position or self.named
         self._step, self.position_under_way = step, None
@@ -550,7 +558,6 @@ class StepRecorder:
             own = self._attributes_ended = self.attributes.document()
             early = {"begun": False, "early": self.loop.known.early_reasons} if self.ends_early else {}
             said = self._document_of(position, self.local_extras_now, own, **early)
-            ends_epoch = self.ends_epoch(position)
             if self._box.committed(step, said, comparable=comparable, ends_epoch=ends_epoch):
                 self._say_reasons()
             tentative, self._tentative_local = self._tentative_local, None

@@ -50,6 +50,8 @@ from lastwords.torch_private import foreach_copy
 Lent = dict[Any, dict[Any, Any] | None]
 """Parameter -> what its state lacks; None: it is not worth saving."""
 
+_state = attrgetter("state")
+
 AMOUNT = "the amount of optimizer state"
 """What messages call it that the loop takes state out after its update."""
 
@@ -67,6 +69,28 @@ class StateCounts:
         """There was less at the last step's end than after its update, or than at the end before it."""
         self._ended = 0
         self._comes_back = self._stays_away = False
+        self._seen = -1
+        self._lasting: list[Optimizer] = []
+        """Those that do not make their `state` anew for whoever asks."""
+        self._states: list[Any] = []
+        self._states_updated: list[Any] = []
+        """Their `state` at the last look, and after the last update."""
+
+    def look(self) -> None:
+        """See what there is now."""
+        self._lasting = [one for one in self._optimizers if _state(one) is _state(one)]
+        self._states = [*map(_state, self._lasting)]
+        self._seen = self.now()
+
+    def has_changed(self, entries: int) -> bool:
+        """Whether there is something else than at the last look. entries: what `now` says."""
+        return entries != self._seen or self.is_loaded()
+
+    def is_loaded(self, *, late: bool = False) -> bool:
+        """Whether one has another `state` than at the last look (late: than after the update), as `load_state_dict()`
+        gives it. Any thread.
+        """
+        return not all(map(is_, map(_state, self._lasting), self._states_updated if late else self._states))
 
     def now(self) -> int:
         """Number of entries of all parameters together."""
@@ -85,9 +109,11 @@ class StateCounts:
             self._comes_back, self._stays_away = self._comes_back or back, not back
             self._out = False
 
-    def end_update(self) -> None:
-        """The optimizer has written it. Not called: it is not looked at in this step."""
-        self._updated = self.now()
+    def end_update(self, *, count: bool) -> None:
+        """The optimizer has written it. count: else it is not counted in this step."""
+        self._states_updated = [*map(_state, self._lasting)]
+        if count:
+            self._updated = self.now()
 
     def is_out(self, entries: int | None = None) -> bool:
         """Whether there is less now than after the update, or than at the last step's end. entries: what `now` says."""
@@ -339,7 +365,7 @@ memory: a queue or a codebook, of which a step writes a few rows through `.data`
 
 _HYPERPARAMETERS, _NUMBERS = "hyperparameters", "optimizer's numbers"
 
-_requires_grad, _state = attrgetter("requires_grad"), attrgetter("state")
+_requires_grad = attrgetter("requires_grad")
 
 _called = cache(str)
 """What messages call a `StateName`."""
@@ -394,12 +420,6 @@ class StateWatch:
         self._named: set[StateName] = set()
         self._optimizers: list[Optimizer] = []
         self._counts = StateCounts(self._optimizers)
-        self._lasting_state: list[Optimizer] = []
-        """Optimizers that do not make their `state` anew for whoever asks."""
-        self._states: list[Any] = []
-        """Each optimizer's `state` at the last look; after the last update."""
-        self._updated_states: list[Any] = []
-        self._entries = -1
         self._steps = 0
         self._ended_step = -1
         self._checksums: dict[str, tuple[int, int, int]] = {}
@@ -443,10 +463,8 @@ class StateWatch:
 
     def end_update(self) -> None:
         """The optimizer has written everything."""
-        if self._looks_closely:
-            self._counts.end_update()
+        self._counts.end_update(count=self._looks_closely)
         self._updated = self._witness.mark(step=self._ended_step + 1)
-        self._updated_states = [*map(_state, self._lasting_state)]
         closely, late = self._looks_closely, self._late
         self._taken = {}
         for name, (take, _) in self._others.items():
@@ -477,16 +495,12 @@ class StateWatch:
         entries = self._counts.now()
         if self._counts.end_step(entries):
             moved[AMOUNT] = 1
-        if look or entries != self._entries or self._witness.modules_change or self._is_loaded(self._states):
-            late = self._is_loaded(self._updated_states)
+        if look or self._witness.modules_change or self._counts.has_changed(entries):
+            late = self._counts.is_loaded(late=True)
             self.list_tensors()
             if late:
                 moved |= {_called(name): 1 for name, _ in self._witness.items() if name.kind == "optim"}
         return moved
-
-    def _is_loaded(self, states: Sequence[Any]) -> bool:
-        """Whether an optimizer has another `state` than it had then, as `load_state_dict()` gives it. Any thread."""
-        return not all(map(is_, map(_state, self._lasting_state), states))
 
     def _written(self, since: Mark, until: Mark) -> dict[str, int]:
         """Tensors that were written in between, and how often."""
@@ -530,9 +544,7 @@ class StateWatch:
     def list_tensors(self) -> None:
         """See which tensors there are now."""
         self._optimizers[:] = with_state(self._view.optimizer).values()
-        self._lasting_state = [one for one in self._optimizers if _state(one) is _state(one)]
-        self._states = [*map(_state, self._lasting_state)]
-        self._entries = self._counts.now()
+        self._counts.look()
         self._parameters = [*self._view.all_names().parameters.values()]
         self._witness.list_tensors()
         self._share()
@@ -591,7 +603,7 @@ class StateWatch:
         tensors = [] if self._ended is None else self._witness.moved(self._ended)
         numbers, others = self.values.moved()
         moved = [f"the {some(tensors)}"] if tensors else []
-        if self._is_loaded(self._states):
+        if self._counts.is_loaded():
             self.list_tensors()
             moved.append("the optimizer's state")
         moved += [f"the {others or _NUMBERS}"] if others or numbers else []
@@ -658,7 +670,7 @@ class StateWatch:
 
         found = dict.fromkeys([*moved, *self._witness.replaced()])
         reasons = self._counts.reasons()
-        if self._is_loaded(self._states) and not any(name.kind == "optim" for name in found):
+        if self._counts.is_loaded() and not any(name.kind == "optim" for name in found):
             reasons.append(f"load_state_dict() of the optimizer was called after the end of step {step}")
         if nested and numbers and not others:
             others = _NUMBERS

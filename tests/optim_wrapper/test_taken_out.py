@@ -102,7 +102,7 @@ def test_state_that_is_thrown_away_at_the_ends_of_epochs_is_due_there_alone() ->
     for step in range(1, 9):
         recorded.begin_update()
         optimizer.state[parameter] = {"momentum_buffer": torch.ones(1)}
-        recorded.end_update()
+        recorded.end_update(count=True)
 
         told.append(about_to_change(late.may_move([AMOUNT], step, step % 4 == 0)))
         assert not recorded.is_out()
