@@ -214,6 +214,13 @@ class BoxTensors:
         if kept in self._active:
             self._drop([kept])
 
+    def look_in(self, name: str, table: Mapping[Any, Any]) -> None:
+        """This one is there from now on."""
+        kept = self._kept[name]
+        if kept.table is not table:
+            kept.table = table
+            self._arrange()
+
     def want(self, name: str) -> None:
         """One that waits is in the copies from now on."""
         if (kept := self._waiting.pop(name, None)) is not None:

@@ -7,10 +7,12 @@ rank as the model's own do; of those the larger ones are left to the extras.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.swa_utils import AveragedModel
 
 from lastwords.errors import MismatchError, some
@@ -111,6 +113,10 @@ class Buffers:
         self._seen: set[str] = set()
         self.always: frozenset[str] = frozenset()
         """Names of those that are captured from the start: no unit of a sharded job has them."""
+        self.modules_change = False
+        """Whether a module has been put into the model since the last look."""
+        self._modules = weakref.WeakSet(model.modules())
+        _followed.add(self)
         self._admit(late=False)
 
     def _admit(self, *, late: bool) -> None:
@@ -162,8 +168,25 @@ class Buffers:
         return name in self.captured or self.tensors.reshaped(PREFIX + name)  # then from the step's end on
 
     def admit_late(self) -> None:
-        """See which have come."""
+        """See which have come, and which have gone."""
+        self.follow()
         self._admit(late=True)
+
+    def follow(self) -> None:
+        """See which modules have the buffers now, where some have been put in the place of others."""
+        self.modules_change, self._modules = False, weakref.WeakSet(self._model.modules())
+        tables = {name: module._buffers for name, module, _, _ in buffers_in(self._model, self._called)}
+        for name in [*self._known]:
+            if name in tables:
+                self.tensors.look_in(PREFIX + name, tables[name])
+                continue
+            self.tensors.remove(PREFIX + name)
+            self._seen.discard(name)
+            self.always -= {name}
+
+    def gone(self, names: Iterable[str]) -> set[str]:
+        """Which of these the model has no more, as it is now: no module has a place for them. Any thread."""
+        return {*names}.difference(name for name, _, _, _ in buffers_in(self._model, self._called))
 
     def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
         """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
@@ -236,6 +259,17 @@ class Buffers:
             self.tensors.want(PREFIX + name)
         missing = sorted(self.always - saved.keys())
         return tuple(f"the buffer {name!r} was not saved" for name in missing)
+
+
+_followed: weakref.WeakSet[Buffers] = weakref.WeakSet()
+
+
+def _registered(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    for buffers in [*_followed]:
+        buffers.modules_change = buffers.modules_change or module in buffers._modules
+
+
+register_module_module_registration_hook(_registered)
 
 
 class ExtraBuffers:

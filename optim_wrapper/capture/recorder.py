@@ -532,7 +532,7 @@ class StepRecorder:
         updated = self.watch.updating
         moved = self.watch.end_step(look=look)
         self.tensors.make_room()
-        if look:
+        if look or self.buffers.modules_change:
             self.buffers.admit_late()
         self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
         if self.tensors.needs_room:
@@ -597,6 +597,8 @@ class StepRecorder:
         """
         if self._box is not None and not self._paused:
             self.finish_copy()
+            if self.buffers.modules_change:
+                self.buffers.follow()
             self.ends_early = self.uncopied = False  # the next step is under way, whether or not the loop has said so
             self._tentative_local = self.local_extras.again(self.local_extras_now)[0]
             looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow

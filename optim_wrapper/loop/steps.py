@@ -24,9 +24,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from lastwords.checkpoint.layout import EPOCH_UNKNOWN, epoch_and_step
 from lastwords.checkpoint.meta import LoopFacts
 from lastwords.errors import ConfigError
+from lastwords.optim_wrapper.ddp.staying_hook import StayingHook
 from lastwords.optim_wrapper.launch.config import DataMode
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop.data_position import (
@@ -63,6 +66,33 @@ class StepEvents(Protocol):
 
     def round_over(self, epoch: int, step: int) -> None:
         """The body, which had ended `step` itself, is done with what came after it."""
+
+
+FETCHED_AHEAD = (
+    "the loop asked for its second step's batch before it had trained on the first one's: each step counts before it "
+    "is trained on, and after a death one is left out; fetch ahead in the DataLoader (num_workers), or write the loop "
+    "yourself, with step_end()"
+)
+
+
+class FirstStep:
+    """Whether a loop's first step is trained on before it ends. accumulate: batches in a step. Training thread.
+
+    It is not where something between `steps()` and the loop, a prefetcher, holds batches back.
+    """
+
+    def __init__(self, model: torch.nn.Module, accumulate: int) -> None:
+        self._batches, self._passes = accumulate, 0
+        self._hook = model.register_forward_pre_hook(StayingHook(self._called))
+
+    def _called(self, module: torch.nn.Module, args: Any) -> None:
+        self._passes += 1
+
+    def end(self, *, updated: bool) -> list[str]:
+        """It is over. Returns why a resume will not be exact, if so."""
+        self._hook.remove()
+        calls_parts = updated and not self._passes  # of the model
+        return [] if calls_parts or self._passes >= self._batches else [FETCHED_AHEAD]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +211,10 @@ class Steps:
         ConfigError if the batch in hand is not its step's last, the step has ended already, or it has another name.
         """
         if not self.under_way:
-            raise ConfigError("step_end() was called, but this step has ended already: call it once a step")
+            raise ConfigError(
+                "step_end() was called, but this step has ended already: call it once a step, and ask for no batch "
+                "before the last one has been trained on"
+            )
         if not self.ends_step:
             raise ConfigError("step_end() was called before the step's last batch; call it only if tft.ends_step")
         if named not in (None, (self.epoch, self.step)):

@@ -26,7 +26,7 @@ from lastwords.optim_wrapper.launch.world import World, next_prefix, restart_cou
 from lastwords.optim_wrapper.loop import own_loop
 from lastwords.optim_wrapper.loop.data_digest import data_digest
 from lastwords.optim_wrapper.loop.data_position import STARTED_WORKERS, hear_of_workers
-from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.loop.steps import FirstStep, ResumeAt, Steps
 from lastwords.optim_wrapper.resume.facts import settings
 from lastwords.optim_wrapper.resume.resume import Resumed
 from lastwords.optim_wrapper.state.attributes import NOTHING, SavedValues
@@ -43,7 +43,7 @@ from lastwords.processor.saver import Position
 from lastwords.processor.whole_copies import WholeCopies
 from lastwords.sharding import zero
 from lastwords.sharding.declare import Unit
-from lastwords.vocabulary import NO_SCHEDULE
+from lastwords.vocabulary import NO_SCHEDULE, Phase
 
 _log = logging.getLogger(__name__)
 
@@ -332,6 +332,7 @@ class ProtectedRun(Run):
         self._options = options
         self._optimizers = optimizers
         self._on_first_end: Reporter | None = None
+        self._first: FirstStep | None = None
         self._verify_every = recorder.watch.verify_every = options.verify_every
         self._layout = AgreedLayout(world, recorder, optimizers, declared, options, config)
         self._excepthook = ExceptHook(self.fail)
@@ -408,6 +409,8 @@ class ProtectedRun(Run):
         # Not before all are here: a rank that has left out its first step would meet the others' next collective.
         self.protection.agent.begin_loop(steps_per_epoch, epochs, self.start_step, self.schedule)
         self._layout.compare_at_start(self.protection.agent.corrupt)
+        if self.steps is not None:
+            self._first = FirstStep(self.recorder.model, self.steps.accumulate)
         self._counted = (self.steps is not None and self.steps.accumulate > 1) or bool(zero.told_of_deepspeed())
         self._on_first_end = launcher = reporter()
         if launcher is not None:
@@ -437,6 +440,9 @@ class ProtectedRun(Run):
         super().end_step(position)
         if self.steps is None:
             self.recorder.ends_early = self._says_begin
+        if self._first is not None:
+            self.not_exact(*self._first.end(updated=self.protection.agent.phase is Phase.UPDATED))
+            self._first = None
         number = self._step.end_step(position)
         if self._counted and self.recorder.gradients.carried:
             self.not_exact(COUNTS_ITSELF)
@@ -507,6 +513,8 @@ class ProtectedRun(Run):
 
     def _detach(self) -> None:
         self._excepthook.uninstall()
+        if self._first is not None:
+            self._first.end(updated=True)
         for wrapper in self._optimizers:
             wrapper.detach()
         self._unhear()

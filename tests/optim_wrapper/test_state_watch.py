@@ -17,6 +17,7 @@ from torch import nn
 
 from lastwords.checkpoint.entries import LocalEntry
 from lastwords.checkpoint.format import TensorSpec
+from lastwords.checkpoint.meta import NO_STATE
 from lastwords.errors import IncompleteError
 from lastwords.optim_wrapper.capture import state_watch
 from lastwords.optim_wrapper.capture.buffers import NO_FORMS
@@ -554,6 +555,68 @@ def test_a_module_that_is_put_in_another_one_s_place_is_followed(tmp_path: Path,
     if not reasons:
         assert saved == before
     assert reasons == [] or steps < 4, "twice it has been seen by then"
+
+
+class WithMeter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = nn.Module()
+        self.meter.register_buffer("seen", torch.zeros(3))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_buffers_of_a_module_that_is_gone_are_in_no_checkpoint(tmp_path: Path, steps: int) -> None:
+    job = Job(tmp_path, net=WithMeter)
+    job.run(2)
+    assert "local/0/buffer/meter.seen" in {spec.name for spec, _ in job.source.local_states([0], 2)[0].tensors}
+    job.net.meter = nn.Identity()
+    job.run(steps)
+    local = job.source.local_states([0], job.step)[0]
+    assert local.meta.kind != NO_STATE
+    assert "local/0/buffer/meter.seen" not in {spec.name for spec, _ in local.tensors}
+    job.net.meter = WithMeter().meter  # and back again
+    job.run(4)
+    local = job.source.local_states([0], job.step)[0]
+    assert (
+        "local/0/buffer/meter.seen" in {spec.name for spec, _ in local.tensors} or "buffer/meter.seen" in job.save()[0]
+    )
+
+
+class WithNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(*[nn.BatchNorm1d(8, affine=False) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norms(x))
+
+
+@pytest.mark.parametrize("steps", range(1, 5))
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda norm: nn.BatchNorm1d(8, affine=False)])
+def test_buffers_are_those_of_the_module_that_stands_there_now(
+    tmp_path: Path, other: Callable[[nn.Module], nn.Module], steps: int
+) -> None:
+    def buffers() -> dict[str, bytes]:
+        local = job.source.local_states([0], job.step)[0]
+        found = {
+            spec.name.removeprefix("local/0/buffer/"): bytes(one)
+            for spec, one in local.tensors
+            if "buffer" in spec.name
+        }
+        live = {name: raw(buffer) for name, buffer in job.net.named_buffers() if name != "book"}
+        assert (found == live, local.reasons) == (True, ())
+        return found
+
+    job = Job(tmp_path, net=WithNorm)
+    job.run(3)
+    job.net.norms[2] = other(job.net.norms[2])
+    job.run(steps)
+    before = buffers()
+    job.net.norms[2] = other(job.net.norms[2])
+    job.step += 1
+    job.compute()
+    job.recorder.tentative()
+    assert before != buffers()
 
 
 def test_a_resumed_run_knows_at_once_what_moves(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from lastwords.errors import ConfigError
 from lastwords.optim_wrapper.ledger import Ledger
 from lastwords.optim_wrapper.loop import data_position
 from lastwords.optim_wrapper.loop.data_position import EpochOrder, known_at_resume, loader_facts, open_epoch
-from lastwords.optim_wrapper.loop.steps import ResumeAt, Steps
+from lastwords.optim_wrapper.loop.steps import FirstStep, ResumeAt, Steps
 from lastwords.optim_wrapper.state import generators
 from lastwords.optim_wrapper.state.attributes import NOTHING, Attributes
 from lastwords.optim_wrapper.state.object_walk import Walk
@@ -345,6 +345,23 @@ def test_a_step_without_a_name_is_counted_out_and_the_run_is_not_exact(
     assert (steps.epoch, steps.step) == (2, 2)
     golden.says(told(steps))
     assert len(caplog.messages) == shown, "not one line of each rank"
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "passes", "updated", "is_told"),
+    [(1, 0, False, True), (1, 1, False, False), (1, 0, True, False), (2, 1, True, True), (2, 2, True, False),
+     (2, 0, True, False)],
+)  # fmt: skip
+def test_a_first_step_that_ends_before_it_was_trained_on_is_told(
+    accumulate: int, passes: int, updated: bool, is_told: bool
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    first = FirstStep(model, accumulate)
+    for _ in range(passes):
+        model(torch.ones(1, 2))
+    said = first.end(updated=updated)
+    assert (len(said), len(model._forward_pre_hooks)) == (is_told, 0)
+    golden.says(said)
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["rank 0", "another rank"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -258,3 +258,25 @@ class LengthWarmUp(Loop):
     def before_forward(self, batch: Any) -> Any:
         self.pieces.length = min(self.pieces.length + 1, WIDTH_IN)
         return super().before_forward(batch)
+
+
+def ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    """A prefetcher: asks for the next batch before it gives the one that it has."""
+    held = None
+    for batch in batches:
+        if held is not None:
+            yield held
+        held = batch
+    yield held
+
+
+@recipe("ahead_of_steps", "a prefetcher between `steps()` and the loop", "fwd bwd win@6 end@5", {"all": "asked for"},
+        mixes=False)  # fmt: skip
+class AheadOfSteps(Loop):
+    def run(self, batches: Iterable[Any], ended: Any) -> None:
+        super().run(ahead(batches), ended)
+
+
+@recipe("ahead_accumulating", "the same with `steps(accumulate=2)`", "fwd end@5", {"all": "asked for"}, mixes=False)
+class AheadAccumulating(AheadOfSteps):
+    accumulate = 2

@@ -463,6 +463,20 @@ class OtherLayers(Loop):
         return super().before_forward(batch)
 
 
+@recipe("norm_anew", "the loop puts a copy in the place of a BatchNorm without parameters, and begins one anew",
+        "fwd bwd@6 win@5 end@7")  # fmt: skip
+class NormAnew(Loop):
+    def blocks(self) -> list[nn.Module]:
+        return [nn.BatchNorm1d(WIDTH, affine=False), nn.ReLU(), nn.BatchNorm1d(WIDTH, affine=False)]
+
+    def before_forward(self, batch: Any) -> Any:
+        if self.step == 3:
+            self.bare[1] = copy.deepcopy(self.bare[1])  # type: ignore[operator, index]
+        if self.step == 5:
+            self.bare[3] = nn.BatchNorm1d(WIDTH, affine=False)  # type: ignore[operator]
+        return super().before_forward(batch)
+
+
 @recipe("one_zero", "hidden states that begin as one tensor of zeros, as attributes and as an extra", "fwd bwd win")
 class OneZero(Loop):
     def net(self) -> nn.Module:
