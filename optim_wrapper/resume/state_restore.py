@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -382,18 +383,38 @@ def adopted(view: UnitView, metas: Sequence[UnitMeta]) -> Iterator[None]:
     (a parameter is unknown here, or in a group already), nor to several optimizers, of which any might lack it.
     """
     optimizer = view.optimizer
-    before = len(optimizer.param_groups)
-    new = _addable(view, metas)
-    for number, parameters in enumerate(new, before):
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    new, moved = _addable(view, metas), _moved(view, metas)
+    for number, parameters in enumerate(new, len(before)):
         optimizer.add_param_group({"params": parameters, **_plain_options(metas, number)})
+    for group, parameters in zip(optimizer.param_groups, moved, strict=False):
+        group["params"][:] = parameters
     try:
         yield
     except BaseException:
-        del optimizer.param_groups[before:]
+        del optimizer.param_groups[len(before) :]
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"][:] = parameters
         raise
+    if moved:
+        _log.info("parameters were moved between param groups, as the saved run had moved them")
     if new:
         adopted_groups[optimizer] = [frozenset(map(id, parameters)) for parameters in new]
-        _log.info("param groups %s to %s were added, as the saved run had added them", before, before + len(new) - 1)
+        last = len(before) + len(new) - 1
+        _log.info("param groups %s to %s were added, as the saved run had added them", len(before), last)
+
+
+def _moved(view: UnitView, metas: Sequence[UnitMeta]) -> list[list[torch.Tensor]]:
+    """Parameters of each group, where the groups are of the same ones in all, and others are in each; else empty."""
+    optimizer = view.optimizer
+    if isinstance(optimizer, JoinedOptimizer) or zero.is_zero(optimizer) or len(metas) != 1:
+        return []
+    names = view.all_names()
+    saved, here = groups_of(metas), [tuple(group) for group in names.groups]
+    same = len(saved) == len(here) and sorted(chain(*saved)) == sorted(chain(*here))
+    if not same or [*map(tuple, saved)] == here or any(name.startswith("~") for name in chain(*saved)):
+        return []
+    return [[names.parameters[name] for name in group] for group in saved]
 
 
 def _addable(view: UnitView, metas: Sequence[UnitMeta]) -> list[list[torch.Tensor]]:

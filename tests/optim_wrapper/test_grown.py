@@ -218,3 +218,36 @@ def test_a_buffer_that_did_not_change_its_form_still_has_to_fit() -> None:
     model.fixed = torch.ones(4)
     with pytest.raises(MismatchError, match="fixed"):
         resume(UnitView(model, torch.optim.SGD(model.parameters(), lr=0.1)), store(grown()[1].state()))
+
+
+def test_parameters_that_were_moved_between_groups_are_moved_by_resume(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lastwords")
+    models = net(), net()
+    optimizers = made(models[0], 3, torch.optim.AdamW), made(models[1], 3, torch.optim.AdamW)
+    first, second, _ = optimizers[0].param_groups
+    second["params"].append(first["params"].pop(0))
+    stepped(models[0], optimizers[0])
+    before = [group["params"] for group in optimizers[1].param_groups]
+    resume(UnitView(models[1], optimizers[1]), store(UnitView(models[0], optimizers[0]).state()))
+    names = [{id(one): name for name, one in model.named_parameters()} for model in models]
+    groups = [
+        [[of[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+        for of, optimizer in zip(names, optimizers, strict=True)
+    ]
+    assert groups[0] == groups[1]
+    assert all(group["params"] is was for group, was in zip(optimizers[1].param_groups, before, strict=True))
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(optimizers[0].state[one]["exp_avg"], optimizers[1].state[other]["exp_avg"])
+    golden.says(caplog.messages)
+
+
+def test_groups_of_other_parameters_are_refused_and_stay_as_they_were() -> None:
+    models = net(), net()
+    optimizers = made(models[0], 3), made(models[1], 3)
+    optimizers[0].param_groups[1]["params"].append(optimizers[0].param_groups[0]["params"].pop(0))
+    optimizers[1].param_groups[2]["params"].pop()
+    before = [[*group["params"]] for group in optimizers[1].param_groups]
+    with golden.raises(MismatchError):
+        resume(UnitView(models[1], optimizers[1]), store(UnitView(models[0], optimizers[0]).state()))
+    after = [group["params"] for group in optimizers[1].param_groups]
+    assert [[*map(id, one)] for one in before] == [[*map(id, one)] for one in after]

@@ -110,6 +110,18 @@ class LookaheadLoop(Loop):
         return [Lookahead(self.bare.parameters())]
 
 
+@recipe("moved_group", "a parameter moves to the group without decay", "fwd@3 bwd win@5 end@4")
+class MovedGroup(Loop):
+    def optimizers(self) -> list[Any]:
+        first, *rest = self.bare.parameters()
+        return [torch.optim.AdamW([{"params": rest, "weight_decay": 0.5}, {"params": [first], "weight_decay": 0.0}])]
+
+    def after_log(self) -> None:
+        if self.step == 2:
+            decayed, plain = self.opt.param_groups
+            plain["params"].append(decayed["params"].pop(0))
+
+
 def weaken(optimizer: Any) -> None:
     """Its moments are half of what they were, and its state is another object."""
     state = copy.deepcopy(optimizer.state_dict())
