@@ -88,6 +88,7 @@ class BucketOrder:
         """Training is over: no hook of ours stays."""
         for order in self._orders:
             order.close()
+            order.forget_call()
         for board in self._boards:
             board.close()
 
@@ -100,6 +101,8 @@ class BucketOrder:
     def record(self, step: int | None = None) -> dict[str, Any]:
         """A `BucketRecord` of each DDP after global step `step` (None: now), as stored. Empty for a job without DDP."""
         living = sorted((one for one in self._orders if one.ddp is not None), key=lambda one: one.span)
+        called = {one.span for one in living if one.was_called}
+        living = [one for one in living if one.was_called or one.span not in called]
         return BucketRecord.stored([one.record(step) for one in living])
 
     # ------------------------------------------------------------------ inside

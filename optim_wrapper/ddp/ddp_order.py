@@ -279,6 +279,9 @@ class GradientOrder:
         self._options: dict[str, Any] = {}
         self._expects: bool | None = None
         self._ended: tuple[int, dict[str, bool]] | None = None
+        self.was_called = called is None
+        """Whether it has been, as far as can be seen: an older one may live on beside the one that the loop calls."""
+        self._first_call = None if called is None else called.register_forward_pre_hook(StayingHook(self._note_call))
         self._make_board = board
         self._board: OrderBoard | None = None
         self._sole = True
@@ -304,6 +307,15 @@ class GradientOrder:
         return ddp
 
     # ------------------------------------------------------------------ training thread
+
+    def _note_call(self, *_: Any) -> None:
+        self.was_called = True
+        self.forget_call()
+
+    def forget_call(self) -> None:
+        """Wait for no call any more."""
+        if self._first_call is not None:
+            self._first_call.remove()
 
     def end_step(self, step: int, *, look: bool) -> None:
         """Global step `step` has ended. Costs a few microseconds; look: at the hooks too."""

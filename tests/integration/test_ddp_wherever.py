@@ -266,3 +266,27 @@ def test_that_ranks_may_end_at_different_steps_is_said_once(tmp_path: Path) -> N
         assert (plain, all_at_once) == ([], [])
         golden.says(joined)
         assert len(joined) == 1
+
+
+def test_of_two_around_the_same_that_is_recorded_which_the_loop_calls(tmp_path: Path) -> None:
+    def body(rank: int) -> tuple[int, list[str], list[str]]:
+        def made() -> tuple[nn.Module, Any, BucketOrder]:
+            torch.manual_seed(0)
+            net = nn.Linear(4, 4)
+            old, order = DistributedDataParallel(net), BucketOrder(net, [*net.parameters()])
+            return old, DistributedDataParallel(net, find_unused_parameters=True), order
+
+        old, new, order = made()
+        both = len(BucketRecord.read(json.loads(json.dumps(order.record(0)))))
+        for step in (1, 2, 3):
+            new(torch.ones(2, 4) + rank).sum().backward()
+            order.end_step(step)
+        record = BucketRecord.read(json.loads(json.dumps(order.record(3))))
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        again = DistributedDataParallel(net, find_unused_parameters=True)
+        assert old is not again
+        return both, replay(net, record, [*net.parameters()]), list(order.reasons)
+
+    for found in on_ranks(body, tmp_path, 2):
+        assert found == (2, [], [])
