@@ -215,9 +215,9 @@ class BoxTensors:
             self._drop([kept])
 
     def look_in(self, name: str, table: Mapping[Any, Any]) -> None:
-        """This one is there from now on."""
-        kept = self._kept[name]
-        if kept.table is not table:
+        """This one, if it is copied, is there from now on."""
+        kept = self._kept.get(name)
+        if kept is not None and kept.table is not table:
             kept.table = table
             self._arrange()
 

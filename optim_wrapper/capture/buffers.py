@@ -97,7 +97,29 @@ def put(place: BufferPlace, buffer: torch.Tensor, *, volatile: bool = False) -> 
         live.data = buffer
 
 
-class Buffers:
+_followed: weakref.WeakSet[_OfModules] = weakref.WeakSet()
+
+
+class _OfModules:
+    """What modules have. modules_change: whether one has been put into a known one since `_know` was called last."""
+
+    modules_change = False
+    _modules: weakref.WeakSet[torch.nn.Module]
+
+    def _know(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.modules_change, self._modules = False, weakref.WeakSet(modules)
+        _followed.add(self)
+
+
+def _registered(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    for one in [*_followed]:
+        one.modules_change = one.modules_change or module in one._modules
+
+
+register_module_module_registration_hook(_registered)
+
+
+class Buffers(_OfModules):
     """Those of a model, in `tensors`.
 
     model: the module itself, not its DDP wrapper; names are as in `model.named_buffers()`, or as `called` makes them of
@@ -113,10 +135,7 @@ class Buffers:
         self._seen: set[str] = set()
         self.always: frozenset[str] = frozenset()
         """Names of those that are captured from the start: no unit of a sharded job has them."""
-        self.modules_change = False
-        """Whether a module has been put into the model since the last look."""
-        self._modules = weakref.WeakSet(model.modules())
-        _followed.add(self)
+        self._know(model.modules())
         self._admit(late=False)
 
     def _admit(self, *, late: bool) -> None:
@@ -174,7 +193,7 @@ class Buffers:
 
     def follow(self) -> None:
         """See which modules have the buffers now, where some have been put in the place of others."""
-        self.modules_change, self._modules = False, weakref.WeakSet(self._model.modules())
+        self._know(self._model.modules())
         tables = {name: module._buffers for name, module, _, _ in buffers_in(self._model, self._called)}
         for name in [*self._known]:
             if name in tables:
@@ -261,35 +280,36 @@ class Buffers:
         return tuple(f"the buffer {name!r} was not saved" for name in missing)
 
 
-_followed: weakref.WeakSet[Buffers] = weakref.WeakSet()
-
-
-def _registered(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-    for buffers in [*_followed]:
-        buffers.modules_change = buffers.modules_change or module in buffers._modules
-
-
-register_module_module_registration_hook(_registered)
-
-
-class ExtraBuffers:
+class ExtraBuffers(_OfModules):
     """Those of modules among the extras, in `tensors`."""
 
     def __init__(self, extras: Extras, tensors: BoxTensors | None = None) -> None:
         self.tensors = tensors or BoxTensors()
-        for extra, module in extras.modules():
-            saved = module.state_dict().keys()
+        self._extras = extras
+        saved = {extra: module.state_dict().keys() for extra, module in extras.modules()}
+        for extra, key, inside, place in self._every():
+            tensor = inside._buffers[place]
+            counted = isinstance(inside, AveragedModel)  # how many were averaged is the same everywhere
+            if tensor is None or counted or key not in saved[extra] or unstorable(tensor) or not tensor.numel():
+                continue
+            if _is_small(inside, tensor):
+                what, steady = f"extras[{extra!r}][{key!r}]", isinstance(inside, NormBase)
+                region = f"{EXTRA_PREFIX}{extra}/{key}"
+                self.tensors.add(BoxTensor(region, what, inside._buffers, place, steady=steady))
+        self._know(inside for _, module in extras.modules() for inside in module.modules())
+
+    def _every(self) -> Iterator[tuple[str, str, torch.nn.Module, str]]:
+        """Each buffer: the extra, the name in it, the module, the name there."""
+        for extra, module in self._extras.modules():
             for prefix, inside in module.named_modules():
-                for place, tensor in inside._buffers.items():
-                    key = f"{prefix}.{place}" if prefix else place
-                    counted = isinstance(inside, AveragedModel)  # how many were averaged is the same everywhere
-                    if tensor is None or counted or key not in saved or unstorable(tensor) or not tensor.numel():
-                        continue
-                    if _is_small(inside, tensor):
-                        what = f"extras[{extra!r}][{key!r}]"
-                        steady = isinstance(inside, NormBase)
-                        region = f"{EXTRA_PREFIX}{extra}/{key}"
-                        self.tensors.add(BoxTensor(region, what, inside._buffers, place, steady=steady))
+                for place in [*inside._buffers]:
+                    yield extra, f"{prefix}.{place}" if prefix else place, inside, place
+
+    def follow(self) -> None:
+        """See which modules have them now."""
+        self._know(inside for _, module in self._extras.modules() for inside in module.modules())
+        for extra, key, inside, _ in self._every():
+            self.tensors.look_in(f"{EXTRA_PREFIX}{extra}/{key}", inside._buffers)
 
     def of(self, extra: str) -> frozenset[str]:
         """Keys of the buffers of one extra, as its state_dict() calls them."""

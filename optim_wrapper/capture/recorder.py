@@ -532,7 +532,8 @@ class StepRecorder:
         updated = self.watch.updating
         moved = self.watch.end_step(look=look)
         self.tensors.make_room()
-        if look or self.buffers.modules_change:
+        self._follow_modules()
+        if look:
             self.buffers.admit_late()
         self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
         if self.tensors.needs_room:
@@ -597,8 +598,7 @@ class StepRecorder:
         """
         if self._box is not None and not self._paused:
             self.finish_copy()
-            if self.buffers.modules_change:
-                self.buffers.follow()
+            self._follow_modules()
             self.ends_early = self.uncopied = False  # the next step is under way, whether or not the loop has said so
             self._tentative_local = self.local_extras.again(self.local_extras_now)[0]
             looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
@@ -611,6 +611,11 @@ class StepRecorder:
                 self.gradients.backward.under_way = True
             said = self._document_of(self.position_under_way, self._tentative_local, self._attributes_then)
             self._box.tentative(self._step + 1, said)
+
+    def _follow_modules(self) -> None:
+        for one in (self.buffers, self.extra_buffers):
+            if one.modules_change:
+                one.follow()
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""

@@ -250,7 +250,7 @@ def _refuse(ddp: DistributedDataParallel, record: BucketRecord) -> list[str]:
         if getattr(ddp, option) != getattr(record, option):
             return [f"DDP has {option}={getattr(ddp, option)} here, the saved run had {getattr(record, option)}"]
     if _plain(reducer_parameters(ddp)[0]) != _plain(record.parameters):
-        return ["DDP reduces different parameters here than in the saved run; check requires_grad"]
+        return ["DDP reduces different parameters here than in the saved run; check their names and requires_grad"]
     if getattr(ddp, "_has_rebuilt_buckets", False):
         return ["a backward pass was run before resume(), so DDP's buckets have been rebuilt already; resume first"]
     if not all(index < len(record.parameters) for one in record.passes for index in one):

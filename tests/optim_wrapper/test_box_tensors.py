@@ -155,6 +155,22 @@ def test_what_does_not_fit_while_it_is_copied_is_in_no_copy(tmp_path: Path, coun
     assert values(made, 3, "extra_buffer/ema/1.running_var") is None, "not broadcast"
 
 
+def test_buffers_of_an_average_are_those_of_the_module_that_stands_there_now(tmp_path: Path) -> None:
+    norms = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    extras = ExtraBuffers(Extras({"ema": norms}))
+    made = boxed(tmp_path, extras.tensors)
+    made.committed(1, b"{}")
+    nn.Sequential(nn.Linear(1, 1))
+    assert not extras.modules_change
+    norms[1] = nn.BatchNorm1d(2)
+    assert extras.modules_change
+    extras.follow()
+    norms[1].running_mean.fill_(6.0)  # type: ignore[union-attr, operator]
+    made.committed(2, b"{}")
+    assert values(made, 2, "extra_buffer/ema/1.running_mean") == [6.0, 6.0]
+    assert not extras.modules_change
+
+
 def test_a_buffer_of_an_average_that_has_got_another_form_is_put_back() -> None:
     average = nn.Module()
     average.register_buffer("scale", torch.zeros(1))
