@@ -374,7 +374,7 @@ class CarriedGradients:
     def __init__(
         self,
         parameters: Callable[[], Mapping[str, torch.Tensor]],
-        scalers: Sequence[Any] = (),
+        scaled: bool = False,
         model: torch.nn.Module | None = None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         extras: Sequence[Extras] = (),
@@ -385,7 +385,7 @@ class CarriedGradients:
         self.backward = Pass()
         self.looks_in_backward = False
         self.habits = [GradientHabit(one, self.backward, always=len(optimizers) > 1) for one in optimizers]
-        self._alone = self.habits[0] if len(self.habits) == 1 and not scalers else None
+        self._alone = self.habits[0] if len(self.habits) == 1 and not scaled else None
         self.tensors = tensors or BoxTensors()
         self._live = _Live()
         self._ordered: list[torch.Tensor] = []  # the parameters that `ZEROED` speaks of
@@ -400,8 +400,6 @@ class CarriedGradients:
         self._apart: dict[str, torch.Tensor] = {}  # what is carried of others than extras
         self._count = 0  # of what the optimizers have
         self._model = model
-        self._scalers = scalers
-        self._scales: list[Any] = [scaler.state_dict() for scaler in scalers]
         self._given_up = False
         self._updated = True
         self._idle: set[int] = set()
@@ -443,10 +441,18 @@ class CarriedGradients:
             reasons.append("gradients of parameters without an optimizer were not saved")
         return reasons
 
-    def end_step(self, *, updated: bool, trained: Callable[[], Mapping[str, torch.Tensor]], look: bool = False) -> None:
+    def end_step(
+        self,
+        *,
+        updated: bool,
+        trained: Callable[[], Mapping[str, torch.Tensor]],
+        look: bool = False,
+        skipped: bool = False,
+    ) -> None:
         """Which gradients the next step goes on with.
 
-        look: whether to see which parameters without an optimizer have one, and which are frozen.
+        look: whether to see which parameters without an optimizer have one, and which are frozen. skipped: where it was
+        not updated, a GradScaler has looked at this step's gradients, and found some that are not finite.
         """
         if self._live.carried:
             self._carry({})
@@ -459,7 +465,6 @@ class CarriedGradients:
         plain = updated and not self._strays_by_name and not extras and self._alone is not None
         if plain and self._alone is not None and self._alone.dropped_as_before():
             return
-        skipped = bool(self._scalers) and self._scaler_has_skipped()
         if updated:
             self._update_ended()
         self._look_at_zeroed()
@@ -565,11 +570,6 @@ class CarriedGradients:
             return self._in_modules
         leaves = self._leaves().items()
         return self._in_modules | {name: one for name, one in leaves if self._shared.get(name) is not one}
-
-    def _scaler_has_skipped(self) -> bool:
-        """Whether a GradScaler has looked at this step's gradients, and found some that are not finite."""
-        before, self._scales = self._scales, [scaler.state_dict() for scaler in self._scalers]
-        return before != self._scales
 
     @property
     def carried(self) -> list[str]:

@@ -199,9 +199,10 @@ class StepRecorder:
         self.watch = StateWatch(self.view, self.buffers, copies=copies, late=self.after_update)
         self.watch.know(of_optimizers.values())
         self.watch.schedulers = [one for one in (extras or {}).values() if hasattr(one, "get_last_lr")]
-        scalers = [one for one in (extras or {}).values() if isinstance(one, torch.amp.GradScaler)]
+        scalers = [name for name, one in (extras or {}).items() if isinstance(one, torch.amp.GradScaler)]
+        self._scalers = tuple(self.extras.called(scalers))
         self.gradients = CarriedGradients(
-            lambda: self.view.all_names().parameters, scalers, model, inner, [self.extras, self.local_extras],
+            lambda: self.view.all_names().parameters, bool(scalers), model, inner, [self.extras, self.local_extras],
             self.tensors,
         )  # fmt: skip
         self.gradients.backward.follows_update = self.watch.update_is_over
@@ -535,7 +536,8 @@ class StepRecorder:
         self._follow_modules()
         if look:
             self.buffers.admit_late()
-        self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look)
+        skipped = bool(self._scalers) and any(leaf.startswith(self._scalers) for leaf in self.extras_now.moved)
+        self.gradients.end_step(updated=updated, trained=self.watch.trained, look=look, skipped=skipped)
         if self.tensors.needs_room:
             self._make_room()
         return moved

@@ -26,7 +26,7 @@ def test_what_fsdp_has_not_reduced_is_named_at_a_step_s_end(policy: dict[str, An
         net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-        carried = CarriedGradients(lambda: dict(net.named_parameters()), (), net)
+        carried = CarriedGradients(lambda: dict(net.named_parameters()), model=net)
         before = has_unreduced(net)
         for sync in (True, False):
             net.zero_grad()

@@ -42,7 +42,7 @@ thread.join()
 
 def asked(what, model, optimizer):  # type: ignore[no-untyped-def]
     """What the other thread does."""
-    gradients = CarriedGradients(lambda: dict(model.named_parameters()), (), model, [optimizer])
+    gradients = CarriedGradients(lambda: dict(model.named_parameters()), False, model, [optimizer])
     model(torch.ones(2, 8)).sum().backward()
     gradients.end_step(updated=True, trained=dict, look=True)
     parameters = [*model.parameters()]

@@ -28,7 +28,7 @@ class Training:
         every = {**{str(number): one for number, one in enumerate(dicts)}, **modules}
         self.extras = Extras(every, "local_extras")
         parameters = lambda: dict(self.net.named_parameters())  # noqa: E731
-        self.gradients = CarriedGradients(parameters, (), None, [self.optimizer], [self.extras])
+        self.gradients = CarriedGradients(parameters, False, None, [self.optimizer], [self.extras])
 
     def step(self, *, look: bool = False) -> list[str]:
         """What is carried from this step, with an update, to the next."""

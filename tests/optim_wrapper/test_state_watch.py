@@ -60,12 +60,13 @@ class Job:
         between: Callable[[Net], Any] = lambda net: None,
         net: Callable[[], Net] = Net,
         optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+        extras: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(1)
         self.net, self.between, self.folder = net(), between, folder
         self.optimizer = OptTFTWrapper(optimizer([p for p in self.net.parameters() if p.requires_grad]))
-        self.recorder = StepRecorder(self.net, [self.optimizer], None, None, **options)
+        self.recorder = StepRecorder(self.net, [self.optimizer], extras, None, **options)
         self.recorder.agree_units(World(), next_prefix(), ())
         self.source = self.recorder.make_source(lambda rank: folder / "box", lambda step: {})
         self.recorder.open_box(lambda make: make(folder / "box"), at_gate=True)
@@ -503,11 +504,8 @@ def test_gradients_of_steps_without_an_update_are_kept_and_come_back(tmp_path: P
 
 
 def test_gradients_that_a_scaler_skips_are_used_up(tmp_path: Path) -> None:
-    job = Job(tmp_path)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    job.recorder.gradients = CarriedGradients(
-        job.recorder.gradients._parameters_of_model, [scaler], tensors=job.recorder.tensors
-    )
+    job = Job(tmp_path, extras={"scaler": scaler, "scale": {"here": 1.0}})
     for skips in (True, False):
         job.step += 1
         job.compute()
