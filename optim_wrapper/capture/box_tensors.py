@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import numpy as np
@@ -477,14 +477,18 @@ def _can_be_gathered(tensor: torch.Tensor, target: torch.Tensor) -> bool:
     return 0 < tensor.nbytes <= GATHERED_BYTES_MAX and words
 
 
+_shape = attrgetter("shape")
+
+
 class Gathered:
-    """Copies of tensors that `_can_be_gathered`, and that keep their shape: one numpy call for those side by side.
+    """Copies of tensors that `_can_be_gathered`: one numpy call for those side by side.
 
     A `copy_` takes most of a microsecond however small the tensor is, and a BatchNorm has three buffers.
     targets: of each slot, where the copy of each tensor goes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        self._tensors, self._shapes = tensors, [*map(_shape, tensors)]
         self._places = TensorPlaces(tensors)
         sources = [(one.data_ptr(), one.nbytes) for one in tensors]
         self._gathers = {
@@ -495,8 +499,8 @@ class Gathered:
         }
 
     def copy(self, slot: int) -> bool:
-        """Copy all of them; nothing, and False, where not all lie where they did."""
-        if not self._places.still():
+        """Copy all of them; nothing, and False, where not all lie where they did, or one is a smaller part of that."""
+        if not self._places.still() or [*map(_shape, self._tensors)] != self._shapes:
             return False
         for words, target in self._gathers[slot]:
             self._places.copy(words, target)

@@ -191,21 +191,21 @@ class Buffers(_OfModules):
         self.follow()
         self._admit(late=True)
 
-    def follow(self) -> None:
+    def look_up(self) -> dict[str, BufferPlace]:
         """See which modules have the buffers now, where some have been put in the place of others."""
+        places = {name: (module, key) for name, module, key, _ in buffers_in(self._model, self._called)}
+        for name, (module, _) in places.items():
+            self.tensors.look_in(PREFIX + name, module._buffers)
+        return places
+
+    def follow(self) -> None:
+        """The same at a step's end: what is gone by then is copied no more."""
+        places = self.look_up()
         self._know(self._model.modules())
-        tables = {name: module._buffers for name, module, _, _ in buffers_in(self._model, self._called)}
-        for name in [*self._known]:
-            if name in tables:
-                self.tensors.look_in(PREFIX + name, tables[name])
-                continue
+        for name in self._known.keys() - places.keys():
             self.tensors.remove(PREFIX + name)
             self._seen.discard(name)
             self.always -= {name}
-
-    def gone(self, names: Iterable[str]) -> set[str]:
-        """Which of these the model has no more, as it is now: no module has a place for them. Any thread."""
-        return {*names}.difference(name for name, _, _, _ in buffers_in(self._model, self._called))
 
     def at(self, slot: int | None) -> tuple[frozenset[str], dict[str, str]]:
         """Which buffers no unit is to have, where `slot` has the step's copy: those in it, and what cannot be stored.
@@ -242,7 +242,7 @@ class Buffers(_OfModules):
 
         Those that come with the first forward pass are made here, and those that were reshaped get their form.
         A larger buffer that is not among them had not changed and stays as it is.
-        Raises MismatchError, before anything is changed, for a buffer that does not exist here or has another form.
+        Raises MismatchError, before anything is changed, for a buffer that has another form here.
         """
         known, model = self._known, self._model
         saved = {name.removeprefix(PREFIX): copy for name, copy in regions.items() if name.startswith(PREFIX)}
@@ -257,13 +257,9 @@ class Buffers(_OfModules):
             for name in misfits - different.keys()
             if (place := place_of(model, self._called, name, comes=name in {*forms.volatile, *forms.reshaped}))
         }
-        extra = sorted(misfits - different.keys() - places.keys())
-        if extra or different:
-            raise MismatchError(
-                f"saved buffers do not fit this model: not in it {extra}, of another form {different}",
-                extra=extra,
-                different=different,
-            )
+        if different:
+            raise MismatchError(f"saved buffers do not fit this model: {different}", different=different)
+        extra = sorted(misfits - places.keys())  # the loop may have removed a layer since, or before
         for name, place in places.items():
             buffer = tensor_of(saved[name]).to(device_at(place, model), copy=True)  # that can be resized
             put(place, buffer, volatile=name in forms.volatile)
@@ -272,12 +268,17 @@ class Buffers(_OfModules):
         if places:
             self._admit(late=True)
         for name, copy in sorted(saved.items()):
+            if name in extra:
+                continue
             if name not in places:
                 known[name].write(copy)
             # A larger one differs from what a fresh model has: whoever reads the next copy needs it too.
             self.tensors.want(PREFIX + name)
         missing = sorted(self.always - saved.keys())
-        return tuple(f"the buffer {name!r} was not saved" for name in missing)
+        return (
+            *(f"the buffer {name!r} was not saved" for name in missing),
+            *(f"the buffer {name!r} was saved, and is not in this model" for name in extra),
+        )
 
 
 class ExtraBuffers(_OfModules):
@@ -305,11 +306,15 @@ class ExtraBuffers(_OfModules):
                 for place in [*inside._buffers]:
                     yield extra, f"{prefix}.{place}" if prefix else place, inside, place
 
-    def follow(self) -> None:
+    def look_up(self) -> None:
         """See which modules have them now."""
-        self._know(inside for _, module in self._extras.modules() for inside in module.modules())
         for extra, key, inside, _ in self._every():
             self.tensors.look_in(f"{EXTRA_PREFIX}{extra}/{key}", inside._buffers)
+
+    def follow(self) -> None:
+        """The same at a step's end."""
+        self.look_up()
+        self._know(inside for _, module in self._extras.modules() for inside in module.modules())
 
     def of(self, extra: str) -> frozenset[str]:
         """Keys of the buffers of one extra, as its state_dict() calls them."""

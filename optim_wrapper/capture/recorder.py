@@ -533,7 +533,9 @@ class StepRecorder:
         updated = self.watch.updating
         moved = self.watch.end_step(look=look)
         self.tensors.make_room()
-        self._follow_modules()
+        for one in (self.buffers, self.extra_buffers):
+            if one.modules_change:
+                one.follow()
         if look:
             self.buffers.admit_late()
         skipped = bool(self._scalers) and any(leaf.startswith(self._scalers) for leaf in self.extras_now.moved)
@@ -553,7 +555,7 @@ class StepRecorder:
     ) -> None:
         """late: what of `local_extras` has changed since the tentative copy."""
         self.named = position or self.named
-        self._step, self.position_under_way = step, None
+        self._step = step
         self.uncopied = self._hook is not None
         self.watch.mark_end(step)
         self._of_all = self._said_of_all()
@@ -569,6 +571,7 @@ class StepRecorder:
                 self._moves_late(which)
             self._attributes_then = {}
             self.attributes.ended()
+        self.position_under_way = None  # a writer in between finds no name, and never that of another step
         if self.source is not None:
             seen = self.after_update.copy()
             ended_groups = self.watch.values.groups_ended
@@ -600,7 +603,9 @@ class StepRecorder:
         """
         if self._box is not None and not self._paused:
             self.finish_copy()
-            self._follow_modules()
+            for one in (self.buffers, self.extra_buffers):
+                if one.modules_change:
+                    one.look_up()
             self.ends_early = self.uncopied = False  # the next step is under way, whether or not the loop has said so
             self._tentative_local = self.local_extras.again(self.local_extras_now)[0]
             looks = self._ended_here < attributes.LOOKS and not self.attributes.is_slow
@@ -613,11 +618,6 @@ class StepRecorder:
                 self.gradients.backward.under_way = True
             said = self._document_of(self.position_under_way, self._tentative_local, self._attributes_then)
             self._box.tentative(self._step + 1, said)
-
-    def _follow_modules(self) -> None:
-        for one in (self.buffers, self.extra_buffers):
-            if one.modules_change:
-                one.follow()
 
     def finish_copy(self) -> None:
         """Before anything that lets a peer update, or this rank: the whole copy of the last step's end is whole."""

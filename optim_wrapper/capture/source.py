@@ -23,7 +23,6 @@ from lastwords.checkpoint.meta import COMMITTED, NO_STATE, TENTATIVE, Habits, Lo
 from lastwords.checkpoint.part import LocalState, UnitState, share_of
 from lastwords.errors import IncompleteError, LastWordsError, StorageError, named, some
 from lastwords.optim_wrapper.capture.buffers import EXTRA_PREFIX
-from lastwords.optim_wrapper.capture.buffers import PREFIX as BUFFER_PREFIX
 from lastwords.optim_wrapper.capture.carried_gradients import PREFIX as GRADIENT_PREFIX
 from lastwords.optim_wrapper.capture.state_watch import Lent
 from lastwords.optim_wrapper.capture.witness import StateName
@@ -511,9 +510,7 @@ class TrainerSource:
             raise
         except LastWordsError as error:
             return _nothing(str(error))
-        own = [name.removeprefix(BUFFER_PREFIX) for name in copy.regions if name.startswith(BUFFER_PREFIX)]
-        gone = {BUFFER_PREFIX + name for name in self._recorded.buffers.gone(own)}  # no model would take them
-        tensors = _tensors(rank, "", copy, gone)
+        tensors = _tensors(rank, "", copy)
         if start is not None:
             tensors += _tensors(rank, EPOCH_PREFIX, start)
         kind = TENTATIVE if copy.kind is SlotKind.TENTATIVE else COMMITTED
@@ -571,9 +568,8 @@ def _nothing(reason: str) -> LocalState:
     return LocalState(tensors=[], meta=LocalMeta(kind=NO_STATE), exact=False, reasons=(Reason(reason),))
 
 
-def _tensors(rank: int, prefix: str, copy: SlotCopy, without: Collection[str] = ()) -> list[tuple[TensorSpec, Any]]:
+def _tensors(rank: int, prefix: str, copy: SlotCopy) -> list[tuple[TensorSpec, Any]]:
     return [
         (TensorSpec(local_tensor_name(rank, prefix + name), region.dtype, region.shape), region.data)
         for name, region in copy.regions.items()
-        if name not in without
     ]

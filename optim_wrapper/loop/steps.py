@@ -86,7 +86,7 @@ class FirstStep:
         self._hook = model.register_forward_pre_hook(StayingHook(self._called))
 
     def _called(self, module: torch.nn.Module, args: Any) -> None:
-        self._passes += 1
+        self._passes += module.training and torch.is_grad_enabled()
 
     def end(self, *, updated: bool) -> list[str]:
         """It is over. Returns why a resume will not be exact, if so."""

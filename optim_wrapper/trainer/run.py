@@ -441,7 +441,8 @@ class ProtectedRun(Run):
         if self.steps is None:
             self.recorder.ends_early = self._says_begin
         if self._first is not None:
-            self.not_exact(*self._first.end(updated=self.protection.agent.phase is Phase.UPDATED))
+            updated = self.protection.agent.phase in (Phase.UPDATING, Phase.UPDATED)  # of several, one may not step
+            self.not_exact(*self._first.end(updated=updated))
             self._first = None
         number = self._step.end_step(position)
         if self._counted and self.recorder.gradients.carried:

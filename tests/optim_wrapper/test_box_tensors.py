@@ -153,6 +153,9 @@ def test_what_does_not_fit_while_it_is_copied_is_in_no_copy(tmp_path: Path, coun
     one.running_var.data = torch.full((1,), 5.0)
     made.committed(3, b"{}")
     assert values(made, 3, "extra_buffer/ema/1.running_var") is None, "not broadcast"
+    norms[0].running_var.data = norms[0].running_var.data[:1]  # type: ignore[union-attr, operator]
+    made.committed(4, b"{}")
+    assert values(made, 4, "extra_buffer/ema/0.running_var") is None, "although it lies where it did"
 
 
 def test_buffers_of_an_average_are_those_of_the_module_that_stands_there_now(tmp_path: Path) -> None:

@@ -359,6 +359,7 @@ def test_a_first_step_that_ends_before_it_was_trained_on_is_told(
     first = FirstStep(model, accumulate)
     for _ in range(passes):
         model(torch.ones(1, 2))
+    model.eval()(torch.ones(1, 2))  # a validation beforehand is no training
     said = first.end(updated=updated)
     assert (len(said), len(model._forward_pre_hooks)) == (is_told, 0)
     golden.says(said)
