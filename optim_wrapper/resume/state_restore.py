@@ -19,7 +19,7 @@ from lastwords.checkpoint.layout import unit_tensor_name
 from lastwords.checkpoint.meta import Tree, UnitMeta, groups_of
 from lastwords.errors import FormatError, MismatchError, some
 from lastwords.optim_wrapper.capture.buffers import BufferPlace, device_at, place_of, put
-from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer, optimizer_kind
+from lastwords.optim_wrapper.joined_optimizer import JoinedOptimizer, optimizer_kind, order_state
 from lastwords.optim_wrapper.state.state_view import Names, UnitView
 from lastwords.optim_wrapper.tensors.tensor_bytes import (
     bytes_of,
@@ -279,6 +279,8 @@ class RestorePlan(Reading):
                 del state[key]
         for key, value in restored.items():
             state[key] = value
+        if any(owner is not None for owner, _, _ in self._meta.optimizer_own):  # which are stored behind the others
+            order_state(optimizer)
         for place, tree in enumerate(self._meta.groups):
             g = names.group_numbers[place]
             _fill_group(optimizer.param_groups[g], tree, self._targets, f"optimizer.param_groups[{g}]")
