@@ -52,6 +52,9 @@ Lent = dict[Any, dict[Any, Any] | None]
 
 _state = attrgetter("state")
 
+ENTRIES_MAX = 2048
+"""Of no more it is looked at whether the loop has put other tensors into them after its update."""
+
 AMOUNT = "the amount of optimizer state"
 """What messages call it that the loop takes state out after its update."""
 
@@ -75,6 +78,8 @@ class StateCounts:
         self._states: list[Any] = []
         self._states_updated: list[Any] = []
         """Their `state` at the last look, and after the last update."""
+        self._tensors: list[torch.Tensor] | None = None
+        """What the entries held after the update of the step under way, if that was counted."""
 
     def look(self) -> None:
         """See what there is now."""
@@ -111,9 +116,19 @@ class StateCounts:
 
     def end_update(self, *, count: bool) -> None:
         """The optimizer has written it. count: else it is not counted in this step."""
-        self._states_updated = [*map(_state, self._lasting)]
+        self._states_updated, self._tensors = [*map(_state, self._lasting)], None
         if count:
             self._updated = self.now()
+            self._tensors = self._held() if self._updated <= ENTRIES_MAX else None
+
+    def is_replaced(self) -> bool:
+        """Whether entries hold other tensors than after the update, as far as that was counted."""
+        then, now = self._tensors, [] if self._tensors is None else self._held()
+        return then is not None and len(then) == len(now) and not all(map(is_, then, now))
+
+    def _held(self) -> list[torch.Tensor]:
+        tables = [table for one in self._lasting for table in [*one.state.values()] if isinstance(table, dict)]
+        return [value for table in tables for value in [*table.values()] if isinstance(value, torch.Tensor)]
 
     def is_out(self, entries: int | None = None) -> bool:
         """Whether there is less now than after the update, or than at the last step's end. entries: what `now` says."""
@@ -495,8 +510,9 @@ class StateWatch:
         entries = self._counts.now()
         if self._counts.end_step(entries):
             moved[AMOUNT] = 1
-        if look or self._witness.modules_change or self._counts.has_changed(entries):
-            late = self._counts.is_loaded(late=True)
+        replaced = self._counts.is_replaced()
+        if look or replaced or self._witness.modules_change or self._counts.has_changed(entries):
+            late = replaced or self._counts.is_loaded(late=True)
             self.list_tensors()
             if late:
                 moved |= {_called(name): 1 for name, _ in self._witness.items() if name.kind == "optim"}

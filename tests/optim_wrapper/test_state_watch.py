@@ -729,14 +729,23 @@ def test_of_state_that_is_copied_it_is_what_stands_there_at_the_steps_end(
     assert reasons == [] or other is replaces, "which is seen at the next look"
 
 
-def test_state_that_was_loaded_after_an_update_once_is_missed_in_a_step_that_is_cut_off_there(tmp_path: Path) -> None:
+def item(job: Job, factor: float) -> None:
+    for values in job.optimizer.state.values():
+        values["exp_avg"] = values["exp_avg"] * factor
+
+
+@pytest.mark.parametrize(("other", "times"), [(loads, 1), (replaces, 4), (item, 4)])
+def test_state_that_was_replaced_after_updates_is_missed_in_a_step_that_is_cut_off_there(
+    tmp_path: Path, other: Callable[[Job, float], None], times: int
+) -> None:
     job = Job(tmp_path)
-    job.run(6)
+    job.run(20)
     for late in (False, True):
-        job.run(1, after=lambda net, late=late: loads(job, 2.0) if late else None)
+        job.run(times, after=lambda net, late=late: other(job, 0.5) if late else None)
+        job.step += 1
         job.compute()
         job.recorder.watch.begin_update()
         job.optimizer.step()
         job.recorder.watch.end_update()
         assert any("exp_avg" in name for name in job.recorder.watch.cut_off(ends_epoch=False)) == late
-        job.recorder.watch.end_step(look=False)
+        job.recorder.end_step(job.step, None)
